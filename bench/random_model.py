@@ -12,10 +12,24 @@ from bench.servers import vllm_is_for_gpus
 DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 
 VOCABULARY = 8192
+CALIBRATED = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=8192")
+MODES = "bench/deployments/test_modes_on_this_machine.py"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# Qwen3's published sizes.
+QWEN3 = {
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "eos_token_id": 151645,
+}  # fmt: skip
+SIZES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
 EPILOG = """\
-example, which prints the command to go on with:
-  python -m bench.random_model /tmp/random
+examples, which print commands to go on with:
+  python -m bench.random_model /tmp/random              small, with the demo model's tokenizer
+  python -m bench.random_model /tmp/8b --size 8b        as large as Qwen3-8B and without a tokenizer, for a GPU
 """
 
 
@@ -45,6 +59,12 @@ def write_model(folder: Path) -> None:
         shutil.copy(DEMO_MODEL / name, folder)
 
 
+def write_qwen3(folder: Path, size: str) -> None:
+    """Only the configuration of a Qwen3 of that size. Raises FileExistsError: the folder is there already."""
+    folder.mkdir(parents=True)
+    write_config(folder, **QWEN3, tie_word_embeddings=size != "8b", **SIZES[size])
+
+
 def engine_arguments() -> tuple[str, ...]:
     """For engines of such a model. By itself vLLM takes bfloat16, for which many processors have no instructions."""
     return "--load-format=dummy", f"--dtype={'auto' if vllm_is_for_gpus() else 'float32'}"
@@ -53,18 +73,27 @@ def engine_arguments() -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.random_model",
-        description="Writes a Qwen3 of 27 million parameters without weights: vLLM makes them at random.",
+        description="Writes a Qwen3 without weights: vLLM makes them at random.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
-    folder: Path = parser.parse_args(arguments).folder
+    parser.add_argument("--size", choices=SIZES, help="of a published Qwen3 (default: 27 million parameters)")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder
     try:
-        write_model(folder)
+        if options.size is None:
+            write_model(folder)
+            print(f"python -m bench.compare --model {folder} -- {' '.join(engine_arguments())}")
+        else:
+            write_qwen3(folder, options.size)
+            engine = {"load_format": "dummy", "max_model_len": 8192}
+            print(f"sluice calibrate --model {folder} --gpu -o {folder}.csv -- {' '.join(CALIBRATED)}")
+            env = f"SLUICE_BENCH_MODEL={folder} SLUICE_BENCH_ARGS='{json.dumps(engine)}' SLUICE_BENCH_CLOCK=wall SLUICE_BENCH_SCALE=2"
+            print(f"{env} pytest {MODES} -s")
     except OSError as error:
         print(f"bench.random_model: {folder}: {error.strerror}", file=sys.stderr)
         return 2
-    print(f"python -m bench.compare --model {folder} -- {' '.join(engine_arguments())}")
     return 0
 
 

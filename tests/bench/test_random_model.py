@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from bench.random_model import main
+from deployments.command import cli
 
 pytestmark = pytest.mark.slow  # loading torch takes seconds
 
@@ -15,6 +16,19 @@ def test_a_folder_that_transformers_reads(tmp_path: Path, capsys: pytest.Capture
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Name three rivers."}], tokenize=False)
     assert config.vocab_size > max(tokenizer.encode(prompt))
+
+
+def test_a_model_of_a_published_size_is_its_configuration_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "8b"
+    assert main([str(folder), "--size", "8b"]) == 0
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.num_hidden_layers, config.vocab_size, config.head_dim) == (36, 151936, 128)
+    assert not config.tie_word_embeddings
+    calibrate, modes = capsys.readouterr().out.splitlines()
+    assert cli.parse(calibrate.split()[1:]).command == "calibrate" and modes.endswith("modes_on_this_machine.py -s")
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
