@@ -13,8 +13,10 @@ DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 
 VOCABULARY = 8192
 CALIBRATED = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=8192")
-MODES_ENV = """SLUICE_BENCH_ARGS='{"load_format": "dummy", "max_model_len": 8192}' SLUICE_BENCH_CLOCK=wall SLUICE_BENCH_SCALE=2"""
-MODES = "bench/deployments/test_modes_on_this_machine.py"
+MODES = (
+    """SLUICE_BENCH_ARGS='{"load_format": "dummy", "max_model_len": 8192}' SLUICE_BENCH_CLOCK=wall SLUICE_BENCH_SCALE=2 """
+    "pytest bench/deployments/test_modes_on_this_machine.py -s"
+)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Qwen3's published sizes.
 QWEN3 = {
@@ -89,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             write_qwen3(folder, options.size)
             print(f"sluice calibrate --model {folder} --gpu -o {folder}.csv -- {' '.join(CALIBRATED)}")
-            print(f"SLUICE_BENCH_MODEL={folder} {MODES_ENV} pytest {MODES} -s")
+            print(f"SLUICE_BENCH_MODEL={folder} {MODES}")
     except OSError as error:
         print(f"bench.random_model: {folder}: {error.strerror}", file=sys.stderr)
         return 2
