@@ -14,8 +14,8 @@ DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 VOCABULARY = 8192
 CALIBRATED = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=8192")
 MODES = (
-    """SLUICE_BENCH_ARGS='{"load_format": "dummy", "max_model_len": 8192}' SLUICE_BENCH_CLOCK=wall SLUICE_BENCH_SCALE=2 """
-    "pytest bench/deployments/test_modes_on_this_machine.py -s"
+    """SLUICE_BENCH_ARGS='{"load_format": "dummy", "max_model_len": 8192}' SLUICE_BENCH_CLOCK=wall """
+    "SLUICE_BENCH_SCALE=2 pytest bench/deployments/test_modes_on_this_machine.py -s"
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Qwen3's published sizes.
