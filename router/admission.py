@@ -13,7 +13,7 @@ SECONDS_PER_MINUTE = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Whoever an API key belongs to.
+    """The owner of an API key.
 
     Attributes:
         default_class: of its requests that name none; None takes the application's.
@@ -40,12 +40,12 @@ class Tenant:
         return self.classes is None or slo_class in self.classes
 
     def quotas(self, tokens: float) -> tuple[Quota, ...]:
-        """What one request of so many tokens takes out of its allowances."""
+        """What one request of `tokens` tokens takes out of its allowances."""
         requests = self._quota("requests_per_minute", self.requests_per_minute, 1.0)
         return tuple(quota for quota in (requests, self.token_quota(tokens)) if quota is not None)
 
     def token_quota(self, tokens: float) -> Quota | None:
-        """What so many tokens take out of its allowance; None where it has no limit."""
+        """What `tokens` tokens take out of its allowance; None where it has no limit."""
         return self._quota("tokens_per_minute", self.tokens_per_minute, tokens)
 
     def _quota(self, name: str, per_minute: float | None, cost: float) -> Quota | None:

@@ -1,10 +1,10 @@
-"""An order of somebody's own, with settings."""
+"""A user's own order, with settings."""
 
 from collections.abc import Mapping
 
 
 class ByClass:
-    """By arrival, and so many seconds later as its class can wait."""
+    """By arrival, plus the seconds that its class can wait."""
 
     def __init__(self, targets_s: Mapping[str, float] | None = None, default_s: float = 1.0) -> None:
         self._targets_s, self._default_s = targets_s or {}, default_s

@@ -72,7 +72,7 @@ class AppConfig(ModelSection):
     classes: LiveKey[dict[str, ClassSection]] = DEFAULT_CLASSES
     """Service classes by the names that clients and keys ask for. Whatever stands here replaces all of the default."""
     default_class: LiveKey[str] = "standard"
-    """Of requests that ask for none, and whose key has none of its own."""
+    """The class of requests that name none and whose API key has none."""
     service_tiers: LiveKey[dict[ServiceTier, str]] = {
         "priority": "interactive",
         "default": "standard",
@@ -114,7 +114,7 @@ class AppConfig(ModelSection):
 
     @property
     def class_of_tier(self) -> dict[str, str]:
-        """Of the service tiers whose class is there."""
+        """The class of each service tier, for tiers whose class is configured."""
         return {tier: name for tier, name in self.service_tiers.items() if name in self.classes}
 
     @model_validator(mode="after")
@@ -221,7 +221,7 @@ class AppConfig(ModelSection):
         return self
 
     def named_redis(self) -> str | None:
-        """The URL that stands here, or else in the environment of whoever starts the application; a secret."""
+        """The URL that stands here, or else in the environment in which the application is started; a secret."""
         return self.redis_url.get_secret_value() if self.redis_url else os.environ.get(REDIS_URL_ENV)
 
     @property
@@ -288,13 +288,13 @@ class AppConfig(ModelSection):
         return [*argv, "--scheduler-cls", SCHEDULER_CLASS, "--additional-config", told]
 
     def scheduler_settings(self, role: Role = "decode") -> SchedulerSettings | None:
-        """Of an engine replica; None where it runs vLLM's own scheduler, or none."""
+        """Settings of an engine replica's scheduler; None where it runs vLLM's own, or has none."""
         settings = self.plug_in_settings(role)
         planned = settings.mode != "stock" and self.mode == "full" and self.engine.kind == "vllm"
         return settings if planned or self.engine.prefill is not None else None
 
     def plug_in_settings(self, role: Role) -> SchedulerSettings:
-        """Of an engine replica, if it has loaded the plug-in."""
+        """Settings of an engine replica that has loaded the plug-in."""
         told: dict[str, Any] = {
             **self.engine.scheduler.model_dump(),
             "classes": sorted(self.classes),
@@ -310,7 +310,7 @@ class AppConfig(ModelSection):
         return SchedulerSettings.parse(told)
 
     def itl_targets(self) -> dict[str, float | None]:
-        """Of every class, what decode replicas hold."""
+        """Seconds between tokens that decode replicas keep, by class."""
         return {name: section.tpot_s for name, section in self.classes.items()}
 
     @property
@@ -334,7 +334,7 @@ class AppConfig(ModelSection):
         return self.engine.credit_s or longest_promise_s(targets_s)
 
     def credit_lookahead(self, slots: int, credit_s: float | None) -> int:
-        """Requests offered to an engine replica beyond so many slots, where `credit_s` is in force."""
+        """Requests that an engine replica is offered beyond its `slots`, while `credit_s` is in force."""
         given = self.engine.credit_lookahead
         if given is not None:
             return given

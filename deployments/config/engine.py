@@ -14,9 +14,9 @@ from policies.gang.prefill import PrefillConfig, PrefillMode
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
 
 Bundle = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
-"""Of a placement group: Ray resources by their names."""
+"""A bundle of a placement group: amounts of Ray resources by name."""
 Role = Literal["prefill", "decode"]
-"""Of an engine replica; without a group of its own for prefill, every replica's is "decode"."""
+"""What an engine replica does; without a prefill group every replica's role is "decode"."""
 
 
 class LoraSection(Section):
@@ -143,8 +143,8 @@ class EngineSection(Section):
     resources: dict[str, float] = {}
     """Custom Ray resources for each replica, to place it."""
     placement_group_bundles: tuple[Bundle, ...] = ()
-    """Of an engine larger than a node: its parts, each on one node, by their Ray resources, as `{GPU: 1}`. A worker of
-    vLLM's runs in each bundle with a GPU, the replica in the first, which needs `num_cpus` and `resources` besides."""
+    """The parts of an engine larger than a node, each on one node, by their Ray resources, as `{GPU: 1}`. A vLLM worker
+    runs in each bundle with a GPU. The replica runs in the first, which needs `num_cpus` and `resources` too."""
     placement_group_strategy: Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"] = "PACK"
     """How Ray places the bundles: `PACK` on as few nodes as it can, `SPREAD` on as many; `STRICT_PACK` on one, and
     `STRICT_SPREAD` each on one of its own, or not at all."""
@@ -156,7 +156,7 @@ class EngineSection(Section):
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends. null is an eighth
     of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
     credit_s: LiveKey[float | None] = Field(default=None, gt=0)
-    """A replica that has unread prompt tokens for so many seconds takes nothing more: what waits stays where all
+    """A replica whose unread prompt tokens take longer than this to read takes nothing more: what waits stays where all
     replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets
     no bound."""
     lora: LoraSection | None = None

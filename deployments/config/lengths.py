@@ -30,8 +30,8 @@ class BinsSection(Section):
     """Which batch goes first: the one that was formed first, or that of the shortest bin, until one has waited for
     `router.late_patience_s` (as it was when the replica started)."""
     seconds_per_token: Seconds | None = None
-    """Of batches. With it `count` is the most, and every refit takes as many bins as pay at the load of the
-    moment: one while requests are few, for which batches of many bins would take too long to fill."""
+    """Seconds that a batch's answer takes for a token. With it `count` is the most, and a refit takes as many bins as
+    pay at the present load: one while requests are few, because batches of many bins take long to fill."""
     rule: EdgeRule | None = None
     """How edges follow the observed lengths: `equal_mass`, `optimal` (least expected maximum of a batch), or `fixed`,
     which keeps `edges`; null is `optimal` where engines take batches, else `equal_mass`."""
@@ -40,8 +40,8 @@ class BinsSection(Section):
     refit_every: int = Field(default=64, ge=1)
     """Finished requests between two adjustments of the edges."""
     prompt_buckets: int = Field(default=1, ge=1, le=8)
-    """Of batches: most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
-    does not tell prompts apart. Each makes one more queue for every bin, which takes longer to fill."""
+    """For batches, the most buckets of like prompt length in each bin, adjusted to the last `refit_every` prompts; 1
+    does not tell prompts apart. Each bucket is one more queue for every bin, which takes longer to fill."""
 
     def build(self, gang: GangSection | None = None) -> MultiBinConfig:
         """Args:

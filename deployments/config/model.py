@@ -51,7 +51,7 @@ class ModelSection(Section):
         return self.served_model_name or (DEMO_NAME if self.model == DEMO else self.model)
 
     def sharing_memory(self, engines: int) -> Self:
-        """With a part of the machine's memory for each of so many engines on its processors, if nothing says how much:
+        """With an equal part of the machine's memory for each of `engines` CPU engines, if no argument says how much:
         vLLM would take nearly all of it for each."""
         takes_what_it_needs = self.model == DEMO or self.engine.kind != "vllm" or self.engine.num_gpus
         said = options(self.vllm_args).keys() & MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env

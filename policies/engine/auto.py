@@ -127,7 +127,7 @@ class Auto:
 
     @property
     def seconds_per_prompt_token(self) -> float | None:
-        """Of reading, decodes in between included; None while that is not known."""
+        """Seconds of reading one prompt token, decodes in between included; None while not known."""
         return self.latency.seconds_per_token if isinstance(self.latency, StepBudget) else None
 
     def plan(self, state: BatchState) -> StepPlan:

@@ -77,7 +77,7 @@ class PapersConfig:
         )
 
     def search(self) -> tuple[SlaConstrainedConfig, ChunkSizeConfig] | None:
-        """Of the batch, and of the prompt tokens beside decodes."""
+        """The searches for the batch and for the prompt tokens beside decodes."""
         if self.itl_target_s is None:
             return None
         return SlaConstrainedConfig(itl_target_s=self.itl_target_s), ChunkSizeConfig(itl_target_s=self.itl_target_s)

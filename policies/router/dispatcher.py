@@ -200,7 +200,7 @@ class Dispatcher:
         return None
 
     def _next_owed(self, now_s: float) -> tuple[Place, Replica] | None:
-        """Of those behind, one of each lane, the one whose patience ended first."""
+        """The ticket behind whose patience ended first, over the first one of each lane."""
         behind = self.lanes.first_behind()
         owed = [place for place in behind if is_owed_a_start(self.tally.starts, place.ticket.deadline_key, now_s)]
         if not owed:

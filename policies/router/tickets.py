@@ -92,7 +92,7 @@ class Reading:
         read: ids of requests whose prompt it has read, since it said so last.
         known_tokens: of the unread tokens of all others, those that it has read, or had in its cache; below 0 by those
             that it has to read though they were taken for cached.
-        max_unread_tokens: with so many it takes no more; None sets no bound.
+        max_unread_tokens: at this many it takes no more; None sets no bound.
         prompt_token_s: its seconds per prompt token, decodes in between included; None while it cannot tell.
     """
 

@@ -53,7 +53,7 @@ Client = RoutedClient[FakeRequest, FakeBatch]
 
 
 def request(max_tokens: int = 20, *, prompt: Sequence[int] = (), **fields: Any) -> FakeRequest:
-    """Of an id and a prompt of its own, unless they are given."""
+    """A request with an id and a prompt of its own, unless they are given."""
     number = next(_numbers)
     fields = {"request_id": f"x{number}", "prompt": list(prompt) or [number, 7, 7], **fields}
     return FakeRequest(max_tokens=max_tokens, **fields)
@@ -64,7 +64,7 @@ def requests(number: int, max_tokens: int = 20, **fields: Any) -> list[FakeReque
 
 
 def timed() -> RequestTiming:
-    """Of a request that comes now."""
+    """The timing of a request that comes now."""
     now_s = MonotonicClock().now()
     return RequestTiming(received_s=now_s, submitted_s=now_s)
 
@@ -103,7 +103,7 @@ class FrontEnd:
 
     @property
     def client(self) -> Client:
-        """Of the replicas that answer."""
+        """The client of the replicas that answer."""
         return self.pools[0]
 
     @property
@@ -130,7 +130,7 @@ class FrontEnd:
         return [await self.ask(each) for each in asked]
 
     async def ask_at_once(self, replica: "Replica", asked: Sequence[FakeRequest], *, held: int) -> list[Answer]:
-        """However slow Redis is, none is answered before all are queued and so many on board of the replica."""
+        """However slow Redis is, none is answered before all are queued and the replica holds `held` of them."""
         replica.engine.pause()
         answers = await self.ask_each(asked)
         await replica.holds(held)
@@ -208,7 +208,7 @@ class Replica:
 
 
 def told(replica: Replica, asked: FakeRequest) -> tuple[float | None, bool]:
-    """Of a request on board: the seconds until its first token is due, and whether it goes on."""
+    """For a request on board, the seconds until its first token is due, and whether it is a resumed one."""
     (found,) = (one for one in replica.engine._held.values() if one.request_id.startswith(f"{asked.request_id}~"))
     return found.told
 
@@ -381,7 +381,7 @@ def info(replica_id: str, silence_s: float = 3600.0, port: int = 0) -> ReplicaIn
 
 
 def terms(limits: ClassLimits, **config: Any) -> Live[RouterTerms]:
-    """Of class `standard`; `strict` refuses what would be late."""
+    """Terms with the class `standard`; `strict` refuses requests that would be late."""
     config = {"heartbeat_s": HEARTBEAT_S, "max_wait_s": 60.0, "silence_s": 5.0, "max_moves": 8, **config}
     door = Door({"standard": limits, "strict": ClassLimits(refuses_late=True)})
     return Live(RouterTerms(door, RoutedClientConfig(**config)))

@@ -163,7 +163,7 @@ async def test_what_goes_on_after_a_loss_starts_before_all_that_wait(service: Se
 
 
 async def just_lost(front_end: FrontEnd) -> None:
-    """The connection to the first replica is closed, and whoever reads from it has not woken yet."""
+    """The connection to the first replica is closed, and its reader has not woken yet."""
     connection = front_end.client.connections.get("r0")
     assert connection is not None
     connection._writer.transport.abort()

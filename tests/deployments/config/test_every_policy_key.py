@@ -51,13 +51,13 @@ def edges(bins: BinsSection) -> object:
 
 
 def buckets(bins: BinsSection) -> object:
-    """Of the last of two hundred prompts."""
+    """The bucket of the last of two hundred prompts."""
     kept = bins.buckets(GangSection(), 4096)
     return kept and [kept.assign(50 if number % 3 else 3000) for number in range(200)]
 
 
 def first_batch(bins: BinsSection) -> object:
-    """Of what waits: requests of a long bin that came first, and of a short one."""
+    """The first batch, while requests of a long bin that came first and of a short one wait."""
     config = AppConfig(model="demo", bins=bins)
     if config.gang is None:
         return "requests go one by one"
@@ -66,7 +66,7 @@ def first_batch(bins: BinsSection) -> object:
 
 
 def keys(order: OrderSection) -> object:
-    """Of a short prompt that comes late and a long one that came before."""
+    """Keys of a short prompt that comes late and of a long one that came before."""
     policy = order.build()
     requests = ((10.0, 2.0, 50), (9.0, 9.0, 4000))
     if policy is None:
@@ -81,7 +81,7 @@ def place_in_queue(section: ClassSection) -> object:
 
 
 def refusal(section: ClassSection) -> object:
-    """Of a request whose key has as many waiting as all others, and which would be late."""
+    """The refusal of a request that would be late and whose key has as many waiting as all others."""
     limits = Door({"chat": section.limits()}).limits("chat", Tenant(name="one"), 1.0, spare_s=1.0)
     return no_room(limits, Queue(waiting=2000, wait_s=9.0, of_key=1000, of_key_s=5.0))
 

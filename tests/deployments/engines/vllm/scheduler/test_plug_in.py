@@ -696,7 +696,7 @@ def completions(engine: VirtualEngine) -> dict[str | None, int]:
 
 @both_depths
 def test_a_class_that_comes_or_goes_gives_no_other_its_lengths(depth: int) -> None:
-    """`b` stands between the others: whoever went by its index would take one for the other."""
+    """`b` stands between the others: going by its index would take one class for the other."""
     engine = VirtualEngine({"mode": "mixed", "classes": ["a", "c"]}, depth=depth)
     for number in range(9):
         engine.add(f"a{number}", 20, 5, extra_args=of_class("a"))
