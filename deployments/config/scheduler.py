@@ -4,7 +4,7 @@
         --additional-config '{"sluice": {"mode": "auto"}}'
 
 vLLM makes additional_config part of its compile-cache key: what changes from hour to hour belongs in `user_config` of
-the routers, or live control.
+the routers.
 """
 
 from collections.abc import Mapping

@@ -19,12 +19,13 @@ from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker,
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry
 from policies.engine.standing_plan import StandingPlan
+from policies.live import Live
 from policies.router.credit import MemoryBound
 from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult, chunk_kv_tokens
 
 
 class Planner:
-    """Plans the steps of one scheduler, from a change of settings to the next.
+    """Plans the steps of one scheduler while its mode is not `stock`.
 
     Attributes:
         policy: what is asked.
@@ -37,12 +38,17 @@ class Planner:
         scheduler: Any,
         policy: BatchPolicy,
         *,
-        settings: SchedulerSettings,
-        slots: int,
+        settings: Live[SchedulerSettings],
+        slots: Live[int],
+        late_patience_s: Live[float],
         phases_work: bool,
         on_step: Callable[[StepResult], None],
     ) -> None:
-        """phases_work: whether prefill and decode can be kept apart."""
+        """Args:
+        slots: the most requests that may run.
+        late_patience_s: as of `PromisedQueue`.
+        phases_work: whether prefill and decode can be kept apart.
+        """
         self.policy = policy
         self.memory = MemoryBound()
         self._scheduler, self._phases_work, self._on_step = scheduler, phases_work, on_step
@@ -55,23 +61,23 @@ class Planner:
             and not scheduler.max_num_encoder_input_tokens
             and not scheduler.need_mamba_block_aligned_split
         )
-        self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=self._cuts_prompts)
+        self._slots = slots
+        self._taker = SnapshotTaker(
+            scheduler, self._whole_budget, settings=settings, slots=slots, cuts_prompts=self._cuts_prompts
+        )
         self._account = StepAccount(scheduler.clock.now())
-        self.adopt(policy, settings, slots)
-        self.queue = PromiseQueue(lambda request: self._taker.waiting(request, scheduler.clock.now()))
+        self._standing: StandingPlan[Request] | None = None
+        self.queue = PromiseQueue(lambda request: self._taker.waiting(request, scheduler.clock.now()), late_patience_s)
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
         self._now_s: float = scheduler.clock.now()
         self._planned: StepPlan | None = None  # of the step that is being scheduled
 
-    def adopt(self, policy: BatchPolicy, settings: SchedulerSettings, slots: int) -> None:
+    def settings_changed(self, policy: BatchPolicy) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
         self.policy = policy
-        before = self._taker.class_names
-        self._taker.adopt(settings, slots)
-        names = self._taker.class_names
-        self._account.renumber([names.index(name) if name in names else 0 for name in before])
-        self._standing: StandingPlan[Request] | None = None
+        self._account.renumber(self._taker.settings_changed())
+        self._standing = None
 
     def snapshot(self) -> Snapshot:
         return self._taker.take(self._scheduler.clock.now(), in_flight=self._account.in_flight)
@@ -117,7 +123,7 @@ class Planner:
             throttle = throttle_prefills and plan.phase is Phase.MIXED
             # As vLLM counts: a session that waits for input holds its slot.
             active = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-            scheduler.max_num_active_reqs = min(standing.cap(active), self._taker.slots)
+            scheduler.max_num_active_reqs = min(standing.cap(active), self._slots.now)
         decodes = len(scheduler.running) - len(self._chunks)
         budget = plan.budget(decodes) if self._cuts_prompts else self._whole_budget
         scheduler.max_num_scheduled_tokens = min(budget, self._whole_budget)
@@ -138,7 +144,7 @@ class Planner:
         if plan.phase is not Phase.MIXED and not self._phases_work:
             plan = plan._replace(phase=Phase.MIXED, steps=1)
         # A plan asks for one request at least, also where idle ones hold every slot.
-        size = min(plan.max_batch_size + snapshot.idle_slots, self._taker.slots)
+        size = min(plan.max_batch_size + snapshot.idle_slots, self._slots.now)
         # What leaves from now on is counted without those whose last token is in flight.
         state = snapshot.state._replace(departed=self._taker.departed)
         return StandingPlan(plan._replace(max_batch_size=size), state, held)

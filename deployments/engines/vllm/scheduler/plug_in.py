@@ -30,6 +30,7 @@ from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.scheduler.planner import Planner
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
 from policies.errors import ConfigError, SluiceError
+from policies.live import Live
 from policies.types import StepResult
 from router.clock import Clock, MonotonicClock
 
@@ -55,20 +56,27 @@ class SluiceScheduler(AsyncScheduler):
                 "pipeline parallelism needs --async-scheduling with Sluice's scheduler, or vLLM's own scheduler "
                 "(engine.scheduler.mode: stock, without engine.prefill); it cannot be calibrated"
             )
-        self.settings = SchedulerSettings.of_vllm(self.vllm_config.additional_config)
         self.clock: Clock = MonotonicClock()
         self.on_step: Callable[[StepResult], None] | None = None
         self.telemetry = Telemetry()
         self.transfers = Transfers()
         self.planner: Planner | None = None
-        self._stock_limits = (self.max_num_active_reqs, self.max_num_scheduled_tokens)
+        self._stock_limits = most, _ = self.max_num_active_reqs, self.max_num_scheduled_tokens
+        self._settings = Live(SchedulerSettings.of_vllm(self.vllm_config.additional_config))
+        self._slots = self._settings.view(lambda settings: min(settings.max_batch_size or most, most))
+        self._late_patience_s = self._settings.view(lambda settings: settings.late_patience_s)
         self._base: type[Scheduler] = AsyncScheduler
         if not self.scheduler_config.async_scheduling:
             # Where a step ends before the next begins, as on CPUs, vLLM itself takes `Scheduler`: what `AsyncScheduler`
             # notes of tokens in flight costs 1 to 2 us for each request of a step, and would always be nothing.
             self._base = Scheduler
             self._update_request_with_output = Scheduler._update_request_with_output.__get__(self)
-        self._adopt(self.settings)
+        self._go_by(self.settings)
+
+    @property
+    def settings(self) -> SchedulerSettings:
+        """In force now."""
+        return self._settings.now
 
     def control(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Change settings between two steps; lengths and step times learned so far are kept.
@@ -84,7 +92,7 @@ class SluiceScheduler(AsyncScheduler):
         for name in SchedulerSettings.fixed_keys():
             if changes.get(name, now := getattr(self.settings, name)) != now:
                 raise ConfigError(f"{name} cannot change while the engine runs: set engine.scheduler and redeploy")
-        self._adopt(self.settings.changed(changes))
+        self._go_by(self.settings.changed(changes))
         return self.settings.model_dump(mode="json")
 
     def report(self) -> None:
@@ -101,19 +109,18 @@ class SluiceScheduler(AsyncScheduler):
         return {
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
-            "batch_size": int(min(self._slots(self.settings), self.planner.memory.requests, snapshot.most)),
+            "batch_size": int(min(self._slots.now, self.planner.memory.requests, snapshot.most)),
             **self.planner.unread(),
             **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),
         }
 
-    def _slots(self, settings: SchedulerSettings) -> int:
-        return min(settings.max_batch_size or self._stock_limits[0], self._stock_limits[0])
-
-    def _adopt(self, settings: SchedulerSettings) -> None:
+    def _go_by(self, settings: SchedulerSettings) -> None:
+        """Raises ConfigError; all is as it was then."""
         planner = self.planner
         if settings.mode == "stock":
-            self.settings, self.planner = settings, None
+            self._settings.replace(settings)
+            self.planner = None
             if planner is not None:
                 self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
                 self._requeue(create_request_queue(self.policy))
@@ -124,13 +131,18 @@ class SluiceScheduler(AsyncScheduler):
             phases=self._phases_work,
             speculates=self.num_spec_tokens > 0,
         )
-        self.settings = settings
-        slots = self._slots(settings)
+        self._settings.replace(settings)
         if planner is not None:
-            planner.adopt(policy, settings, slots)
+            planner.settings_changed(policy)
             return
         self.planner = Planner(
-            self, policy, settings=settings, slots=slots, phases_work=self._phases_work, on_step=self._note
+            self,
+            policy,
+            settings=self._settings,
+            slots=self._slots,
+            late_patience_s=self._late_patience_s,
+            phases_work=self._phases_work,
+            on_step=self._note,
         )
         if self.policy == SchedulingPolicy.FCFS:
             self._requeue(self.planner.queue)

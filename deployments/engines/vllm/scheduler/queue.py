@@ -6,6 +6,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from policies.engine.promised_queue import PromisedQueue, Waiting
+from policies.live import Live
 
 
 class PromiseQueue(RequestQueue):
@@ -15,9 +16,12 @@ class PromiseQueue(RequestQueue):
     queue: a preempted request that lost its turn would lose its work again.
     """
 
-    def __init__(self, waiting: Callable[[Request], Waiting[Request]]) -> None:
-        """waiting: what is known of a request that comes."""
-        self.promised: PromisedQueue[Request] = PromisedQueue()
+    def __init__(self, waiting: Callable[[Request], Waiting[Request]], late_patience_s: Live[float]) -> None:
+        """Args:
+        waiting: what is known of a request that comes.
+        late_patience_s: as of `PromisedQueue`.
+        """
+        self.promised: PromisedQueue[Request] = PromisedQueue(late_patience_s)
         self._waiting = waiting
         self._entries: dict[Request, Waiting[Request]] = {}
 

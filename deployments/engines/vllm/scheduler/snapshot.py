@@ -24,6 +24,7 @@ from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
 from deployments.engines.vllm.scheduler.blocks import pool_share
 from policies.engine.promised_queue import Waiting
+from policies.live import Live
 from policies.types import BatchState, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
@@ -94,25 +95,34 @@ def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
 class SnapshotTaker:
     """Takes snapshots of one scheduler, and keeps what is known of each request that it holds."""
 
-    def __init__(self, scheduler: Scheduler, max_batch_tokens: int, *, cuts_prompts: bool) -> None:
-        """Call `adopt` before the first snapshot."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        max_batch_tokens: int,
+        *,
+        settings: Live[SchedulerSettings],
+        slots: Live[int],
+        cuts_prompts: bool,
+    ) -> None:
+        """slots: the most requests that may run."""
         self._scheduler = scheduler
-        self._cuts_prompts = cuts_prompts
-        self.slots, self.max_batch_tokens = 0, max_batch_tokens
-        self.class_names: tuple[str | None, ...] = ()  # by class_index
+        self._settings, self._slots, self._cuts_prompts = settings, slots, cuts_prompts
+        self.max_batch_tokens = max_batch_tokens
+        self._class_names = settings.now.class_names  # by class_index
         self._pool = pool_share(scheduler)
         self._known: dict[Request, Known] = {}
         self._started = 0  # times that a request came into the batch
 
-    def adopt(self, settings: SchedulerSettings, slots: int) -> None:
-        """The most that may run, classes and promises, for requests seen from now on and for those seen before."""
-        self.slots, self._settings = slots, settings
-        if (
-            settings.policy is None or not self.class_names
-        ):  # one of somebody's own knows the classes that it began with
-            self.class_names = settings.class_names
+    def settings_changed(self) -> list[int]:
+        """Judge the requests that are known by the settings in force. Returns the class_index that each class of before
+        has now."""
+        before = self._class_names
+        if self._settings.now.policy is None:  # one of somebody's own knows the classes that it began with
+            self._class_names = self._settings.now.class_names
+        names = self._class_names
         for known in self._known.values():
-            known.judged_by(settings, self.class_names)
+            known.judged_by(self._settings.now, names)
+        return [names.index(name) if name in names else 0 for name in before]
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
@@ -127,7 +137,7 @@ class SnapshotTaker:
         blocked = {request for request in scheduler.deferred_waiting if self._is_blocked(request)}
         holding = len(scheduler.kv_holding_waiting)
         begun = holding - sum(map(scheduler._holds_kv_blocks, blocked))
-        slots = self._pool.slots(max(1, self.slots - idle), free, running, begun)
+        slots = self._pool.slots(max(1, self._slots.now - idle), free, running, begun)
         waiting, waiting_count = self._waiting(now_s, slots - len(running), blocked)
         # vLLM keeps one block for padding. Requests that began hold theirs, and stand before the others.
         free, total = self._pool.count(free, pool.num_gpu_blocks - 1, running, waiting[begun:])
@@ -165,7 +175,7 @@ class SnapshotTaker:
             params = request.sampling_params
             told = metadata_of(params.extra_args if params else None)
             known = self._known[request] = Known(told, now_s)
-            known.judged_by(self._settings, self.class_names)
+            known.judged_by(self._settings.now, self._class_names)
         return known
 
     def forget(self, request: Request) -> None:

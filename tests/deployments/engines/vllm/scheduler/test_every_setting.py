@@ -58,6 +58,7 @@ CASES = {
     "classes": Case(value=("short",), base=ALONE, engine=TIGHT),
     "ttft_s": Case(value=0.3),
     "tpot_s": Case(value=0.012),
+    "late_patience_s": Case(value=0.05, base={"mode": "mixed", "ttft_s": 0.1}, requests=200),
     "profile": Case(value="profile.csv", times=DEAR_MIXES, requests=200),
     "papers": Case(value={"refill": 16}, base=EXCLUSIVE),
 }
@@ -72,8 +73,7 @@ RULES = {
     "priority_margin_fraction": Case(value=100.0, times=DEAR_MIXES, profiled=True, requests=200),
     "bounds_exclusive": Case(value=True, base=EXCLUSIVE | {"admission": "slots"}, engine=TIGHT, requests=200),
 }
-# The queue has its patience at its start: tests/policies/engine/test_promised_queue.py.
-every_key = pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields.keys() - {"late_patience_s"}))
+every_key = pytest.mark.parametrize("key", sorted(SchedulerSettings.model_fields))
 
 
 def served(case: Case, settings: Mapping[str, Any], folder: Path, changes: Mapping[str, Any]) -> list[StepLog]:
@@ -121,7 +121,7 @@ def test_every_rule_of_the_papers_changes_what_steps_hold(rule: str, folder: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("key", sorted(SchedulerSettings.live_keys() - {"late_patience_s"}))
+@pytest.mark.parametrize("key", sorted(SchedulerSettings.live_keys()))
 def test_a_live_change_is_served_as_if_it_had_stood_there_from_the_start(key: str, folder: Path) -> None:
     case = CASES[key]
     changes = {key: str(folder / case.value) if key == "profile" else case.value}

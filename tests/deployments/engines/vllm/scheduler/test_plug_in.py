@@ -18,6 +18,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from deployments.config.application import AppConfig
+from deployments.config.live import EngineTerms, with_live
 from deployments.engines.vllm.request_metadata import RequestMetadata
 from deployments.engines.vllm.scheduler.plug_in import core_control, core_status
 from policies.engine.standing_plan import StandingPlan
@@ -738,6 +740,18 @@ def test_a_policy_of_ones_own_keeps_the_classes_that_it_began_with() -> None:
     engine.scheduler.report()
     lengths = engine.scheduler.planner.policy._lengths
     assert [lengths.count(0), lengths.count(1)] == [1, 1]
+
+
+def test_a_changed_patience_with_late_requests_reaches_the_queue_of_an_engine_that_runs() -> None:
+    """From the routers' `user_config`, by what they tell their engines."""
+    config = AppConfig(model="m")
+    told = EngineTerms.of(config, with_live(config, {"router": {"late_patience_s": 3.0}}), "decode").scheduler
+    assert told is not None
+    engine = VirtualEngine({"mode": "mixed"})
+    queue = engine.scheduler.waiting.promised
+    engine.scheduler.control(told)
+    assert engine.scheduler.waiting.promised is queue
+    assert queue._late_patience_s.now == 3.0
 
 
 def test_what_a_new_engine_is_measured_for_does_not_change_later() -> None:

@@ -4,11 +4,12 @@ from typing import Any, cast
 
 from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from policies.engine.promised_queue import Waiting
+from policies.live import Live
 
 
 def queue_of(*deadlines: float) -> PromiseQueue:
     """Requests that are their own deadlines."""
-    queue = PromiseQueue(lambda request: Waiting(request, arrival_s=0.0, deadline_s=cast(float, request)))
+    queue = PromiseQueue(lambda one: Waiting(one, arrival_s=0.0, deadline_s=cast(float, one)), Live(60.0))
     for deadline_s in deadlines:
         queue.add_request(cast(Any, deadline_s))
     return queue
