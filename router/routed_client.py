@@ -36,7 +36,7 @@ from router.connections import Connections
 from router.endings import Endings
 from router.entrance import Entrance
 from router.event_loop import CoreWait, look_for_core_wait, look_for_lag
-from router.ledger import Entry, Ledger, Preparation, State
+from router.ledger import Entry, Ledger, Preparation
 from router.metrics import RouterMetrics
 from router.outputs import Outputs
 from router.prompt_caches import PromptCaches
@@ -69,7 +69,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     background: BackgroundTasks
     ledger: Ledger[RequestT]
     accounting: Accounting
-    settlements: Settlements
     caches: PromptCaches[RequestT]
     connections: Connections
     entrance: Entrance
@@ -102,7 +101,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         await self.background.close()
         self.connections.close()
         self.accounting.note_overdrafts(self.ledger.values())
-        await self.settlements.close()
+        await self.accounting.settlements.close()
         try:
             await self.store.remove_router(self.router_id)
         except StateStoreError as error:
@@ -236,7 +235,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
 
     async def _settle(self) -> None:
         self.accounting.note_overdrafts(self.ledger.values())
-        await self.settlements.send()
+        await self.accounting.settlements.send()
 
     # What others ask
 
@@ -244,13 +243,6 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     def snapshot(self) -> Snapshot:
         """The snapshot of the shared state, as of the last heartbeat."""
         return self.queueing.snapshot
-
-    @property
-    def context_tokens(self) -> float | None:
-        """What a request of this router holds on its replica, on average; None while none runs."""
-        running = self.ledger.in_state(State.RUNNING)
-        held = sum(self.codec.size(entry.request).prompt_tokens + len(entry.sent) for entry in running)
-        return held / len(running) if running else None
 
     def hits(self, size: RequestSize) -> Mapping[str, int]:
         """Tokens of its prompt that replicas are taken to have cached, by the id of those that have most."""
@@ -363,7 +355,6 @@ def routed_client(
         background=background,
         ledger=ledger,
         accounting=accounting,
-        settlements=settlements,
         caches=caches,
         connections=connections,
         entrance=entrance,

@@ -19,7 +19,8 @@ from deployments.responses.metrics import exposition as exposition_of_responses
 from deployments.responses.store import Usage
 from deployments.serving import engine_metrics
 from predictor.metrics import PredictorMetrics
-from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
+from router.exposition import shared_exposition
+from router.metrics import RouterMetrics, SplitMetrics
 from router.state_store import ReplicaLoad, Snapshot
 
 PAGE = Path(__file__).parents[1] / "docs/reference/metrics.md"

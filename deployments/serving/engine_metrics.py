@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from router.metrics import page
+from router.exposition import page
 
 _GAUGES = {
     "running": "Requests in the running batch.",

@@ -18,7 +18,8 @@ from policies.errors import SluiceError, StateStoreError
 from policies.live import Live
 from router.admission import Tenant
 from router.classifier import Classifier
-from router.metrics import RouterMetrics, shared_exposition
+from router.exposition import shared_exposition
+from router.metrics import RouterMetrics
 from router.prefill_decode import EngineClient
 from router.recent import latest
 from router.routed_client import RoutedClient

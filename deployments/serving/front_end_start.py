@@ -40,8 +40,10 @@ from router.admission import Door
 from router.background import BackgroundTasks
 from router.classifier import Classifier
 from router.clock import MonotonicClock, SharedClock
-from router.metrics import ProcessPage, RouterMetrics, SplitMetrics
-from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.exposition import ProcessPage
+from router.metrics import RouterMetrics, SplitMetrics
+from router.prefill_decode import SplitClient, SplitConfig
+from router.prefill_pool import PrefillClassifier, PrefillPool
 from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, StateStore

@@ -23,7 +23,7 @@ from deployments.serving.shared_call import SharedCall
 from deployments.serving.user_config import UserConfig
 from policies.errors import StateStoreError
 from router.clock import MonotonicClock
-from router.metrics import merge
+from router.exposition import merge
 
 METRICS_FRESH_S = 1.0  # the page takes some ms of the loop that sends tokens, and needs no key
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"

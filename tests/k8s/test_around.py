@@ -11,7 +11,8 @@ import yaml
 
 from deployments.batches.metrics import BatchMetrics
 from deployments.serving.engine_metrics import engine_exposition
-from router.metrics import RouterMetrics, SplitMetrics, shared_exposition
+from router.exposition import shared_exposition
+from router.metrics import RouterMetrics, SplitMetrics
 from router.state_store import ReplicaLoad, Snapshot
 from tests.k8s.cases import named, with_password
 from tests.k8s.engines import CHART, Helm3, Helm4, Manifest, documents

@@ -2,8 +2,9 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.exposition import merge
 from router.key_metrics import MAX_KEYS, OTHER_KEYS, KeyMetrics
-from router.metrics import RouterMetrics, merge
+from router.metrics import RouterMetrics
 
 LABELS = {"model": "m", "router": "a"}
 

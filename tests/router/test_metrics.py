@@ -4,7 +4,8 @@ import pytest
 from prometheus_client import REGISTRY, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.metrics import PROCESS_FRESH_S, ProcessPage, RouterMetrics, merge, shared_exposition
+from router.exposition import PROCESS_FRESH_S, ProcessPage, merge, shared_exposition
+from router.metrics import RouterMetrics
 from router.state_store import ReplicaLoad, Snapshot
 
 

@@ -22,7 +22,8 @@ from router.clock import Clock, MonotonicClock, SharedClock
 from router.connections import Connections
 from router.ledger import State
 from router.metrics import RouterMetrics, SplitMetrics
-from router.prefill_decode import PrefillClassifier, PrefillPool, SplitClient, SplitConfig
+from router.prefill_decode import SplitClient, SplitConfig
+from router.prefill_pool import PrefillClassifier, PrefillPool
 from router.routed_client import routed_client
 from router.state_store import Ticket
 from router.trail import Trail

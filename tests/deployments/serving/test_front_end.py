@@ -18,8 +18,8 @@ from deployments.serving.front_end import FrontEnd
 from deployments.serving.live_settings import Announcer, InForce, LiveSettings
 from policies.errors import ReplicaLostError
 from policies.live import Live
+from router.exposition import merge
 from router.memory_store import MemoryStateStore
-from router.metrics import merge
 from router.state_store import ReplicaInfo, Ticket
 from router.terms import TicketTerms
 from tests.waiting import until
