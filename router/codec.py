@@ -33,7 +33,7 @@ class RequestSize:
     """What a request says of its own length, and what is known of its prompt.
 
     Attributes:
-        min_output_tokens: of an answer that nothing ends earlier, whatever answers usually take.
+        min_output_tokens: the answer does not end before, so it counts as no shorter.
         salt: prompts have a prefix in common only where this is equal too.
         blocks: of its prompt; none where no replica tells what it has cached.
         hashing: by which they were hashed.

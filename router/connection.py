@@ -26,7 +26,7 @@ class ReplicaConnection:
         self._reader, self._writer = reader, writer
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
-        self.missed_looks = 0  # in a row, by whoever looks for its replica in the shared state
+        self.missed_looks = 0  # in a row, by those who look for its replica in the shared state
 
     @classmethod
     async def open(cls, info: ReplicaInfo, *, router_id: str, engine_version: str) -> "ReplicaConnection":

@@ -126,7 +126,7 @@ class Connections:
             connection = await ReplicaConnection.open(
                 info, router_id=self._router_id, engine_version=self._engine_version
             )
-        except Exception:  # of whatever kind: it is of no use from here
+        except Exception:  # of any kind: it is of no use from here
             await self._avoid(replica_id)
             raise
         self._opened(connection)

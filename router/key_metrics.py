@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_KEYS = 1000
-OTHER_KEYS = "(others)"  # stands for all whose names came after so many
+OTHER_KEYS = "(others)"  # stands for all names that came after those
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@
 Both pools are plain routed clients over stores of their own, so queues, replicas lost and a Redis that is away are
 theirs. To the decode replicas' client a prefill elsewhere is a `Preparation` of the request.
 The decode replica gets the whole request and samples every token of the answer itself, the first one too: so nothing is
-doubled or lost whatever the sampling, at the price of computing the last prompt token twice. All that can go wrong on
+doubled or lost, however it samples, at the price of computing the last prompt token twice. All that can go wrong on
 the way (no prefill replica, a queue too long, a replica lost, a cache that is gone) ends in the same place: the
 decode replica reads the prompt itself. A cache is offered once: a later replica reads the prompt.
 """
@@ -113,7 +113,7 @@ class _KVTransfer(Generic[RequestT]):
             trail.kv_transfer = KVTransfer(now_s, timing.trail)
         try:
             cache = await pool.prefill(self._request, self._size, self._slo_class, left, timeout_s, timing)
-        except Exception as error:  # of whatever kind: the decode replica can read it
+        except Exception as error:  # of any kind: the decode replica can read it
             self._fall_back("late" if isinstance(error, TimeoutError) else "refused")
             return None
         if cache is None:

@@ -121,8 +121,8 @@ class HttpContext:
 
     @property
     def refusal(self) -> Refused | None:
-        """Why a request of it may not queue, or waited in vain: as long as nothing is sent the response will say that,
-        whatever the front end makes of it."""
+        """Why a request of it may not queue, or waited in vain. As long as nothing is sent, the response says that, in
+        place of what the front end makes of it."""
         return self.refused or next((timing.unserved for timing in self.timings if timing.unserved), None)
 
 
