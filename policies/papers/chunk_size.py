@@ -60,12 +60,8 @@ class ChunkSize:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        plan = capped_plan(state, state.slots, Limit.SLOTS, steps=self._steps_ahead())
+        plan = capped_plan(state, state.slots, Limit.SLOTS, steps=min(STANDING_STEPS, self._window.steps_left))
         return plan._replace(max_prefill_tokens=self.chunk_tokens)
-
-    def _steps_ahead(self) -> int:
-        """Steps until the chunk may change."""
-        return min(STANDING_STEPS, self._window.steps_left)
 
     def observe(self, result: StepResult) -> None:
         if result.prefill_tokens and result.decode_requests and result.tells_time:

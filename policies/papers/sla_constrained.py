@@ -69,11 +69,7 @@ class SlaConstrained:
         return self._search.value
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.limit, Limit.SLA, steps=self._steps_ahead())
-
-    def _steps_ahead(self) -> int:
-        """Steps until the limit may move."""
-        return min(STANDING_STEPS, self._window.steps_left)
+        return capped_plan(state, self.limit, Limit.SLA, steps=min(STANDING_STEPS, self._window.steps_left))
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)
