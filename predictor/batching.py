@@ -20,8 +20,9 @@ from policies.checks import require_at_least
 from policies.errors import AdmissionError, PredictorError
 from policies.types import FloatArray
 
+# A few prompts to begin with, which any machine scores in time, and one short prompt at least.
 FIRST_BATCH_TOKENS, LEAST_BATCH_TOKENS = 512, 32
-SHRINKS, GROWS = 0.8, 1.1
+SHRINKS, GROWS = 0.8, 1.1  # one late batch costs more than two that were smaller than they might be
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from policies.types import FloatArray, Phase, StepCoefficients, StepResult, Step
 _BLOCK = 8
 _LATER_BLOCK = 128
 _SHORT_BLOCKS = 16
+# Reweighted solves of a block: each clips the residuals of the one before.
 _PASSES = 3
 # How many steps of typical size a prior weighs.
 _PRIOR_STEPS = 4.0

@@ -7,7 +7,7 @@ from policies.engine.plans import STANDING_STEPS, capped_plan
 from policies.papers.latency_search import LatencySearch, WindowMean
 from policies.types import BatchState, Limit, StepPlan, StepResult
 
-# Of chunks: the largest, and the most that the search climbs beyond what is known to be safe.
+# The largest chunk, and the most that the search climbs beyond what is known to be safe.
 _MAX_CHUNK_TOKENS = 65536
 _CHUNK_STRIDE_TOKENS = 256
 

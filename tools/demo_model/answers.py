@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tools.demo_model.dialogues import Example, chat_prompt_ids
 
-LOOP_TOKENS = 8
+LOOP_TOKENS = 8  # shorter runs repeat for good reason, as in sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 TEXT_SETS = ("halueval_general", "gsm8k_human")
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VOCABULARY_SIZE = 4096
+VOCABULARY_SIZE = 4096  # a fifth of the model's five million parameters
 CONTEXT_TOKENS = 2048
-PROMPT_LOSS_WEIGHT = 0.5
+PROMPT_LOSS_WEIGHT = 0.5  # half as much as answers: prompts teach the language, and are not what it is to write
 CALCULATOR_MARK = re.compile(r"<<[^>]*>>")
 
 SYSTEM_PROMPTS = (

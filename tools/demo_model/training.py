@@ -21,7 +21,7 @@ from transformers import (
 
 from tools.demo_model.dialogues import CONTEXT_TOKENS, END_OF_TEXT, TURN_END, VOCABULARY_SIZE, Row
 
-ROW_TOKENS = 1024
+ROW_TOKENS = 1024  # holds nearly every dialogue whole
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:

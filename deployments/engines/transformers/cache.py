@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from policies.gang.packing import Span
 
-AHEAD_COLUMNS = 64
+AHEAD_COLUMNS = 64  # steps between two copies of the cache into larger buffers
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,13 @@ from policies.gang.batches import memory_safe_gang, rows_that_fit
 
 logger = logging.getLogger(__name__)
 
-UNREAD_STEPS = 1024  # the model waits when the relay falls so far behind
-POLL_S = 0.5
+UNREAD_STEPS = 1024  # steps that the relay may fall behind before the model waits for it
+POLL_S = 0.5  # between two looks of a model that waits whether the engine closes
 GATHER_S = 0.01  # without an arrival ends a batch's gathering: its requests may come from several routers
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 30.0  # for the step that runs: a replica that ends waits no longer for it
 # Of the memory that is free once the model is loaded: the rest is for activations, and on a CPU for everybody else.
 CPU_CACHE_SHARE, ACCELERATOR_CACHE_SHARE = 0.5, 0.8
+# Answers of a bin that are remembered, and how many of them say something: a 95 % quantile needs 20.
 SEEN_ANSWERS, ENOUGH_ANSWERS = 512, 20
 SELDOM_EXCEEDED = 0.95
 

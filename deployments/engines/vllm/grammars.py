@@ -26,10 +26,10 @@ from router.background import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")  # before every frame
-MAX_AT_ONCE = 4
-MAX_KNOWN = 1024
-START_TIMEOUT_S = 120.0
-CLOCK_PER_CPU = 4  # on a busy machine a compilation has less than a core: it is killed after so many times its limit
+MAX_AT_ONCE = 4  # compilations: each may take a core and gigabytes of the router's machine
+MAX_KNOWN = 1024  # grammars that are not compiled again
+START_TIMEOUT_S = 120.0  # importing vLLM and reading the tokenizer takes seconds, on a busy machine a minute
+CLOCK_PER_CPU = 4  # on a busy machine a compilation has less than a core: it is killed after its limit times this
 MARGIN_S = 5.0  # for the process to answer that it has killed one
 
 
