@@ -30,7 +30,7 @@ from predictor.calibration import FRACTIONS, Calibrator, CalibratorConfig, Curve
 from predictor.samples import Sample
 
 BIN_COUNTS = (2, 4, 8)
-RESAMPLES = 1000  # a 95 % range is then off by a tenth of its width
+RESAMPLES = 1000  # a bound of the 95 % range then errs by some 2 % of its width
 RANGE = (0.025, 0.975)  # the middle 95 % of the resamples
 NO_PRIOR = CalibratorConfig(own_from_requests=1)  # the baselines ship no curve: theirs begins with the first answer
 Score = Callable[[Sequence[str]], FloatArray]
