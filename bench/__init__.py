@@ -1,1 +1,1 @@
-"""Measuring Sluice from the outside: a streaming load generator, and plain `vllm serve` and Sluice side by side."""
+"""Load generators and paired comparisons. `bench.session` is the frame of those that start servers."""
