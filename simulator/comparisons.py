@@ -36,7 +36,7 @@ def least_work(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
 
 
 def session_affinity(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
-    """Where most of the prompt is cached, whatever waits there; where nothing is, the least work."""
+    """Where most of the prompt is cached, however long the queue; where nothing is, the least work."""
     return min(offers, key=lambda each: (ticket.unread_at(each), offers[each].work_s, each))
 
 
