@@ -162,14 +162,8 @@ class Router:
             request.class_index = ticket.bin_index
         if self._class_index:
             request.class_index = self._class_index.get(ticket.slo_class, 0)
-        limits = self.config.limits.get(ticket.slo_class)
-        if limits is not None:
-            self._tell_offers()
-            spare_s = (
-                math.inf if ticket.deadline_s is None else ticket.deadline_s - now_s - self._least_reading_s(ticket)
-            )
-            if self._dispatcher.refusal(ticket, limits.of(spare_s, has_key=bool(ticket.api_key))) is not None:
-                return [*self._refuse(request, now_s)]
+        if self._may_not_wait(ticket, now_s):
+            return [*self._refuse(request, now_s)]
         self._dispatcher.queue(ticket, now_s)
         if self.config.batches is not None:
             # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
@@ -177,9 +171,17 @@ class Router:
             self._timers.append(Event(due_s, Kind.TIMER, self._dispatch))
         return self._dispatch(now_s)
 
-    def _least_reading_s(self, ticket: Ticket) -> float:
-        replicas = self._dispatcher.ledger.replicas.values()
-        return min((replica.reading_s(ticket) for replica in replicas), default=0.0)
+    def _may_not_wait(self, ticket: Ticket, now_s: float) -> bool:
+        limits, spare_s = self.config.limits.get(ticket.slo_class), math.inf
+        if limits is None:
+            return False
+        self._tell_offers()
+        if ticket.deadline_s is not None:
+            replicas = self._dispatcher.ledger.replicas.values()
+            least_reading_s = min((replica.reading_s(ticket) for replica in replicas), default=0.0)
+            spare_s = ticket.deadline_s - now_s - least_reading_s
+        asked = limits.of(spare_s, has_key=bool(ticket.api_key))
+        return self._dispatcher.refusal(ticket, asked) is not None
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""
@@ -196,16 +198,10 @@ class Router:
         if self._bins is not None:
             bin_index = self._bins.assign(request.predicted_output_tokens, slo_class=request.slo_class)
         prefixes = self._prefixes(request)
-        unread_tokens = view.prompt_tokens + view.output_tokens - (0 if request.session else request.prefix_tokens)
         seen = view._replace(cached_tokens=max((tokens for _, tokens in prefixes), default=view.cached_tokens))
         answer = request.predicted_output_tokens
-        answer = _DEFAULT_OUTPUT_TOKENS if answer is None else answer
-        work = work_s(
-            seen,
-            times,
-            output_tokens=max(1.0, answer - request.generated_tokens),
-            shared_batch_size=SHARED_BATCH_SIZE,
-        )
+        left = (_DEFAULT_OUTPUT_TOKENS if answer is None else answer) - request.generated_tokens
+        work = work_s(seen, times, output_tokens=max(1.0, left), shared_batch_size=SHARED_BATCH_SIZE)
         key, late_key = self._keys(request, order, work)
         return Ticket(
             request_id=self._ids[request],
@@ -217,7 +213,7 @@ class Router:
             slo_class=slo_class,
             arrival_s=request.arrival_s,
             deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
-            unread_tokens=unread_tokens,
+            unread_tokens=view.prompt_tokens + view.output_tokens - (0 if request.session else request.prefix_tokens),
             prefixes=prefixes,
             prompt_token_s=times.prefill.prefill_s,
             step_s=times.decode.overhead_s,
@@ -255,9 +251,8 @@ class Router:
         self._tell_offers()
         started, recalled = self._dispatcher.dispatch(now_s)
         for ticket in recalled:
-            self._engines[self._dispatcher.places[ticket.request_id].replica_id].recall(
-                self._requests[ticket.request_id]
-            )
+            place = self._dispatcher.places[ticket.request_id]
+            self._engines[place.replica_id].recall(self._requests[ticket.request_id])
         for place in started:
             events += self._submit(place, now_s)
         return events
@@ -265,7 +260,10 @@ class Router:
     def _submit(self, place: Place, now_s: float) -> Iterable[Event]:
         request, engine = self._requests[place.ticket.request_id], self._engines[place.replica_id]
         request.replica_id = engine.replica_id
-        return engine.submit(request, now_s) if engine.takes_more() else self._refuse(request, now_s)
+        if engine.takes_more():
+            return engine.submit(request, now_s)
+        events = [*self._refuse(request, now_s)]
+        return [*events, Event(now_s, Kind.TIMER, self._dispatch)] if self._lanes else events  # its slot is free
 
     def _refuse(self, request: Request, now_s: float) -> Iterable[Event]:
         """Its client is told so; if it had a slot, that is free again."""
@@ -297,12 +295,9 @@ class Router:
         return int(min(slots, engine.memory.requests)) + lookahead(slots) + late_uncounted(engine.late, slots)
 
     def _reading(self, engine: Engine) -> Reading:
-        given_tokens, pace_s = (
-            self._dispatcher.ledger.replicas[engine.replica_id].given_tokens,
-            engine.seconds_per_prompt_token,
-        )
+        replica, pace_s = self._dispatcher.ledger.replicas[engine.replica_id], engine.seconds_per_prompt_token
         return Reading(
-            known_tokens=given_tokens - engine.in_time_tokens,
+            known_tokens=replica.given_tokens - engine.in_time_tokens,
             max_unread_tokens=max_unread_tokens(self.config.credit_s, pace_s),
             prompt_token_s=pace_s,
         )

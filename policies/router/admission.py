@@ -157,7 +157,7 @@ def spend(quota: Quota, rested: Spent) -> tuple[Spent, float]:
 
 
 def settle(settlement: Settlement, rested: Spent) -> Spent:
-    """Take it, allowed or not: what is owed beyond the burst delays what comes next. Nobody is owed anything."""
+    """Take it, allowed or not. What is owed beyond the burst delays later requests; nothing is owed back."""
     return Spent(max(0.0, rested.owed_s + settlement.cost / settlement.per_s), rested.at_s)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import floor, inf, isfinite
 
 _LOOKAHEAD = 8
-# Late requests take memory all the same: no more of them than so many times the slots are left out of the count.
+# Late requests take memory all the same: at most this many times the slots are left out of the count.
 _MOST_LATE = 4
 # What memory lets run follows a lighter load by so much for each time that more run than it was taken to let.
 _GROWTH = 1.25

@@ -212,7 +212,7 @@ class Dispatcher:
         return None if replica is None else self._in_turn(place, replica, owed=True)
 
     def _in_turn(self, place: Place, replica: Replica, *, owed: bool = False) -> tuple[Place, Replica]:
-        """Whose turn it is where the order has this ticket go to this replica."""
+        """The ticket that starts in the place of this one, where API keys take turns."""
         band, slo_class = _band_of(place.ticket), place.ticket.slo_class
         if band is None:
             return place, replica

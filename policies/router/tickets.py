@@ -80,7 +80,7 @@ class Ticket:
 
 
 def unknown_ticket(request_id: str) -> Ticket:
-    """For a request that a replica runs and nobody has queued."""
+    """The ticket of a request that a replica runs, and that no router has queued."""
     return Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=0.0, router_id="", slo_class="")
 
 

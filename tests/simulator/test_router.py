@@ -120,3 +120,10 @@ def test_a_placement_chooses_an_offer_whatever_the_order_of_all(
 def test_a_placement_that_there_is_not_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="placement must be one of soonest_first_token, .*got 'fcfs'"):
         ClusterConfig(times=TIMES, placement="fcfs")
+
+
+def test_what_waits_behind_requests_that_an_engine_refuses_gets_their_slots() -> None:
+    """No engine takes any."""
+    work = Workload.of("equal", np.zeros(5), np.full(5, 100), np.full(5, 10))
+    engine = EngineConfig(slots=1, total_blocks=4000, max_num_queued_reqs=0)
+    assert len(run(ClusterConfig(times=TIMES, engine=engine), work).refused) == 5
