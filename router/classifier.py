@@ -18,6 +18,7 @@ from policies.router.multi_bin import MultiBin
 from policies.router.order import deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.tickets import Ticket
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPredictor
 from predictor.learned import Foresight, LearnedPredictor, Question
@@ -25,7 +26,7 @@ from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
 from router.metrics import RouterMetrics
 from router.prefix_hits import PrefixHits
-from router.state_store import FinishedLength, StateStore, Ticket
+from router.state_store import FinishedLength, StateStore
 from router.terms import TicketTerms
 
 MAX_UNSENT_LENGTHS = 4096

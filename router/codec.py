@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from policies.router.tickets import Ticket
 from router.cached_blocks import BlockHashes, BlockHashing
-from router.state_store import Ticket
 from router.trail import TraceHeaders
 from router.wire import Buffer
 

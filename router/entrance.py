@@ -6,13 +6,13 @@ from typing import Any
 from policies.errors import AdmissionError, StateStoreError
 from policies.live import Live
 from policies.router.admission import Limits, Refusal, predicted_wait_s
+from policies.router.tickets import Ticket
 from router.accounting import Accounting
 from router.admission import Tenant
 from router.classifier import Classified
 from router.clock import Clock
 from router.queueing import Queueing
 from router.settlements import Settlements
-from router.state_store import Ticket
 from router.terms import RouterTerms
 from router.timing import RequestTiming
 

@@ -18,13 +18,13 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from policies.errors import IllegalMoveError, InputError
+from policies.router.tickets import Ticket
 from predictor.learned import Foresight
 from router.cached_blocks import BlockHashes
 from router.codec import Output
 from router.connection import ReplicaConnection
 from router.metrics import ClassMetrics
 from router.settlements import Bill
-from router.state_store import Ticket
 from router.timing import RequestTiming
 from router.trail import Stay, Trail
 from router.wire import Buffer

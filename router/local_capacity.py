@@ -12,8 +12,9 @@ from dataclasses import replace
 from math import ceil
 
 from policies.router.admission import Limits, Refusal
+from policies.router.tickets import Assignment, Ticket
 from router.memory_store import MemoryStateStore
-from router.state_store import Assignment, ReplicaInfo, Snapshot, Ticket
+from router.state_store import ReplicaInfo, Snapshot
 
 logger = logging.getLogger(__name__)
 MAX_ENDED = 100_000  # what ended longer ago is found by the leases

@@ -11,19 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from policies.router.admission import NO_LIMITS, Allowances, Limits, Quota, Refusal, Settlement
 from policies.router.dispatcher import Dispatcher
 from policies.router.ledger import Replica
-from router.state_store import (
-    MOST_SERVED_SHOWN,
-    Assignment,
-    FinishedLength,
-    LaneEdges,
-    Notice,
-    Reading,
-    Recall,
-    ReplicaInfo,
-    ReplicaLoad,
-    Snapshot,
-    Ticket,
-)
+from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
+from router.state_store import MOST_SERVED_SHOWN, FinishedLength, LaneEdges, ReplicaInfo, ReplicaLoad, Snapshot
 
 MAX_NOTICES = 100_000
 

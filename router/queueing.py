@@ -10,6 +10,7 @@ from policies.errors import ReplicaLostError, StateStoreError
 from policies.live import Live
 from policies.router.admission import NO_LIMITS, Limits, Refusal
 from policies.router.order import Band, banded
+from policies.router.tickets import Assignment
 from router.accounting import Accounting
 from router.background import BackgroundTasks
 from router.clock import Clock, SharedClock
@@ -17,7 +18,7 @@ from router.connections import Connections
 from router.ledger import Entry, Ledger, Preparation, State
 from router.local_capacity import LocalCapacity
 from router.prompt_caches import PromptCaches
-from router.state_store import Assignment, Snapshot, StateStore
+from router.state_store import Snapshot, StateStore
 from router.terms import RouterTerms
 from router.timing import RequestTiming
 

@@ -21,21 +21,10 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyErr
 
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
-from policies.router.tickets import unknown_ticket
+from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket, unknown_ticket
 from predictor.learned import Scored
 from router.packing import LUA_NAMES, packed_limits, packed_quotas, packed_reading, packed_settlements, packed_ticket
-from router.state_store import (
-    Assignment,
-    FinishedLength,
-    LaneEdges,
-    Notice,
-    Reading,
-    Recall,
-    ReplicaInfo,
-    ReplicaLoad,
-    Snapshot,
-    Ticket,
-)
+from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, ReplicaLoad, Snapshot
 from router.wire import PROTOCOL
 
 CALL_TIMEOUT_S = 5.0

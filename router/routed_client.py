@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from policies.errors import StateStoreError
 from policies.live import Live
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.tickets import Recall
 from predictor.learned import Foresight, Question
 from router.accounting import Accounting
 from router.admission import Tenant
@@ -44,7 +45,7 @@ from router.queueing import MISSED_HEARTBEATS, Queueing
 from router.recovery import Recovery
 from router.sending import Sending
 from router.settlements import Bill, Settlements
-from router.state_store import Recall, Snapshot, StateStore
+from router.state_store import Snapshot, StateStore
 from router.terms import RouterTerms
 from router.timing import RequestTiming
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from policies.errors import InputError
+from policies.router.tickets import Assignment, Ticket
 from router.accounting import Accounting
 from router.background import BackgroundTasks
 from router.clock import Clock
@@ -15,7 +16,6 @@ from router.endings import Endings
 from router.ledger import Entry, Ledger, State
 from router.prompt_caches import PromptCaches
 from router.queueing import Queueing
-from router.state_store import Assignment, Ticket
 from router.timing import RequestTiming
 from router.wire import Buffer
 

@@ -13,12 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
-from policies.router.tickets import Assignment as Assignment
-from policies.router.tickets import Notice as Notice
-from policies.router.tickets import Reading as Reading
-from policies.router.tickets import Recall as Recall
-from policies.router.tickets import ReplicaTerms
-from policies.router.tickets import Ticket as Ticket
+from policies.router.tickets import Assignment, Notice, Reading, ReplicaTerms, Ticket
 from predictor.learned import Scored
 
 MOST_SERVED_SHOWN = 50  # API keys in a snapshot

@@ -6,7 +6,7 @@ Few requests are traced, so nothing is noted for each token, and a request witho
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from router.state_store import Ticket
+from policies.router.tickets import Ticket
 
 TraceHeaders = Mapping[str, str]
 """W3C's `traceparent` and `tracestate`."""

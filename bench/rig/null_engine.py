@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from policies.router.tickets import Ticket
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
-from router.state_store import Ticket
 from router.trail import TraceHeaders
 from router.wire import Buffer
 

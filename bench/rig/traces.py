@@ -30,7 +30,7 @@ from deployments.process.parent import die_with_parent
 from deployments.process.ports import free_port
 from deployments.process.spans import Tracing
 from deployments.serving.embedded_redis import EmbeddedRedis
-from router.state_store import Ticket
+from policies.router.tickets import Ticket
 from router.timing import HttpContext, RequestTiming
 
 RATIOS = (None, 0.01, 1.0)  # of requests that are traced; None is without traces

@@ -6,7 +6,7 @@ from typing import Any
 
 from policies.live import Live
 from policies.router.credit import max_unread_tokens
-from router.state_store import Reading
+from policies.router.tickets import Reading
 
 # Prompts that took so long to read are told at once, and shorter ones when they add up to it: until then they drive
 # others away. So a replica tells 20 times a second at most.

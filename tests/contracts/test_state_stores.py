@@ -20,22 +20,12 @@ from hypothesis import strategies as st
 from deployments.serving.embedded_redis import carried_server
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
+from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
 from policies.router.turns import HALF_LIFE_S, band_of
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
-from router.state_store import (
-    Assignment,
-    FinishedLength,
-    LaneEdges,
-    Notice,
-    Reading,
-    Recall,
-    ReplicaInfo,
-    Snapshot,
-    StateStore,
-    Ticket,
-)
+from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, Snapshot, StateStore
 
 FOR_EVER_S = 1e6
 PASSED_S, FAR_S = 1.0, 9e9  # by every clock

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from policies.errors import IllegalMoveError, InputError
+from policies.router.tickets import Ticket
 from router.ledger import MOVES, Entry, Ledger, State
 from router.metrics import RouterMetrics
-from router.state_store import Ticket
 from router.timing import RequestTiming
 from router.trail import Trail
 

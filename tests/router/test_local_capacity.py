@@ -1,8 +1,9 @@
 """What is special about gang replicas while the shared state is away; the rest stands in test_routed_client.py."""
 
 from policies.router.admission import NO_LIMITS
+from policies.router.tickets import Assignment, Ticket
 from router.local_capacity import LocalCapacity
-from router.state_store import Assignment, ReplicaInfo, ReplicaLoad, Snapshot, Ticket
+from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
 from tests.fakes import ManualClock
 
 

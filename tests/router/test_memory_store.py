@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.router.order import Band, banded, deadline_keys
+from policies.router.tickets import Ticket
 from router.memory_store import MemoryStateStore
-from router.state_store import ReplicaInfo, Ticket
+from router.state_store import ReplicaInfo
 
 TTFT_S = 2.0
 

@@ -15,6 +15,7 @@ from policies.live import Live
 from policies.router.admission import Limits, Refusal
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
 from policies.router.prefill_decode import BucketOrder, BucketOrderConfig, PrefillDecode, PrefillDecodeConfig
+from policies.router.tickets import Ticket
 from policies.types import StepCoefficients, StepTimes
 from router.admission import ClassLimits, Tenant
 from router.cached_blocks import BlockHashes, BlockHashing
@@ -25,7 +26,6 @@ from router.metrics import RouterMetrics, SplitMetrics
 from router.prefill_decode import SplitClient, SplitConfig
 from router.prefill_pool import PrefillClassifier, PrefillPool
 from router.routed_client import routed_client
-from router.state_store import Ticket
 from router.trail import Trail
 from tests.fakes import FakeCache, FakeCodec, FakeRequest
 from tests.router.service import (

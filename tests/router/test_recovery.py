@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from policies.errors import ReplicaLostError
+from policies.router.tickets import Assignment
 from router import wire
 from router.ledger import State
-from router.state_store import Assignment
 from router.trail import Trail
 from tests.fakes import undisturbed
 from tests.router.service import (

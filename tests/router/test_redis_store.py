@@ -20,10 +20,11 @@ from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import Limits, Quota, Refusal, Settlement
 from policies.router.order import Band, banded
+from policies.router.tickets import Ticket
 from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, check_access, connect
-from router.state_store import FinishedLength, ReplicaInfo, Ticket
+from router.state_store import FinishedLength, ReplicaInfo
 from tests.gate import Gate
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")

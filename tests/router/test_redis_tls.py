@@ -20,8 +20,9 @@ from deployments.command import cli
 from deployments.http.keys import digest
 from deployments.process.ports import free_port
 from policies.errors import StateStoreAccessError, StateStoreError
+from policies.router.tickets import Assignment, Ticket
 from router.redis_store import RedisStateStore, check_access, connect
-from router.state_store import Assignment, ReplicaInfo, Ticket
+from router.state_store import ReplicaInfo
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from policies.errors import ConfigError, InputError
+from policies.router.tickets import Assignment
 from router import event_loop, wire
 from router.clock import MonotonicClock
-from router.state_store import Assignment
 from router.terms import RoutedClientConfig
 from tests.router.service import HEARTBEAT_S, STEP_TIMES, TARGETS_S, Service, begun, info, over, request, told
 from tests.waiting import PATIENCE_S, until

@@ -16,9 +16,9 @@ from deployments.engines.base import Logprobs, RowOutput
 from deployments.engines.vllm.cached_blocks import request_block_hashes
 from deployments.engines.vllm.request_metadata import RequestMetadata, unread_tokens, without_metadata
 from deployments.engines.vllm.version import ENGINE_VERSION
+from policies.router.tickets import Ticket
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.codec import Output, Recovery, RequestSize
-from router.state_store import Ticket
 from router.trail import TraceHeaders
 from router.wire import Buffer
 

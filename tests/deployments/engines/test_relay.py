@@ -13,13 +13,14 @@ from deployments.engines.on_board import StepSpeed
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.ports import free_port
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
+from policies.router.tickets import Ticket
 from policies.types import StepCoefficients, StepTimes
 from router import wire
 from router.cached_blocks import BlockChanges, BlockSet
 from router.connection import ReplicaConnection
 from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo, Ticket
+from router.state_store import ReplicaInfo
 from router.wire import Buffer
 from tests.fakes import FakeCache, FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
 from tests.waiting import PATIENCE_S, until

@@ -2,7 +2,7 @@ import math
 
 from deployments.engines.unread_prompts import UnreadPrompts
 from policies.live import Live
-from router.state_store import Reading
+from policies.router.tickets import Reading
 
 
 def prompts(credit_s: float | None = 1.0, **status: float) -> UnreadPrompts:

@@ -18,7 +18,7 @@ from deployments.http.promises import Promises
 from deployments.http.traces import MOST_FOLLOWED, HttpTraces, client_trace_id, path_template
 from deployments.process.spans import Tracing
 from policies.router.promise import Promise
-from router.state_store import Ticket
+from policies.router.tickets import Ticket
 from router.timing import HttpContext, RequestTiming, current
 from router.trail import KVTransfer, Trail
 from tests.deployments.bodies import asking, behind_middleware, key_ring

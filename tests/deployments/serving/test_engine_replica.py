@@ -23,8 +23,9 @@ from deployments.process.vllm_env import NIXL_DELAY_ENV, nixl_env, set_up_gpu_en
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.serving.live_settings import LiveSettings
 from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
+from policies.router.tickets import Assignment, Notice, Ticket
 from router.redis_store import RedisStateStore, connect
-from router.state_store import Assignment, Notice, ReplicaInfo, Ticket
+from router.state_store import ReplicaInfo
 from tests.fakes import FakeEngine
 from tests.waiting import until
 

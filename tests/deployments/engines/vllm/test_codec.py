@@ -31,8 +31,8 @@ from deployments.engines.vllm.args import has_logits_processors, lora_id, lora_r
 from deployments.engines.vllm.codec import TRANSFER_KEY, VllmCodec
 from deployments.engines.vllm.front_end import RoutedEngineCore, _without_transfer, front_end_config
 from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
+from policies.router.tickets import Ticket
 from router.admission import Tenant
-from router.state_store import Ticket
 from router.timing import HttpContext, current
 from tests.deployments.engines.vllm.requests import request_of
 
