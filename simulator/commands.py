@@ -55,7 +55,7 @@ examples:
   sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
 
 A trace is CSV (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s, slo_class,
-predicted_output_tokens, reusable_prefix_tokens if you have them. `--list-engines` lists the engines that are built in;
+predicted_output_tokens, reusable_prefix_tokens, api_key if you have them. `--list-engines` lists the built-in engines;
 a calibration of your own is a CSV file with a row per step (prefill_tokens, decode_requests, kv_tokens, step_s)."""
 
 _PLAN_EPILOG = """\

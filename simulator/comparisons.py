@@ -31,13 +31,13 @@ def most_credit(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
 
 
 def least_work(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
-    """Where the least predicted work is outstanding, this request included."""
-    return min(offers, key=lambda each: (offers[each].work_s, each))
+    """Where the least predicted work is outstanding, whatever is cached of this prompt; replicas are equally fast."""
+    return min(offers, key=lambda each: (offers[each].work_s - ticket.work_at_s(each), each))
 
 
 def session_affinity(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
     """Where most of the prompt is cached, however long the queue; where nothing is, the least work."""
-    return min(offers, key=lambda each: (ticket.unread_at(each), offers[each].work_s, each))
+    return min(offers, key=lambda each: (ticket.unread_at(each), offers[each].work_s - ticket.work_at_s(each), each))
 
 
 PLACEMENTS: Mapping[str, Callable[[], Placement]] = {
