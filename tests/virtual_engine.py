@@ -7,6 +7,7 @@ batches, which the CPU platform does not let run.
 
 import os
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,8 +207,12 @@ class VirtualEngine:
 
     # The engine
 
-    def step(self) -> None:
-        """One turn of the engine core's loop."""
+    def step(self, times: int = 1) -> None:
+        """Turns of the engine core's loop."""
+        for _ in range(times):
+            self._turn()
+
+    def _turn(self) -> None:
         if self.scheduler.has_requests():
             executed = self._schedule()
             if len(self._queue) < self.depth and (executed or (self.depth > 1 and self.scheduler.has_requests())):
@@ -215,12 +220,21 @@ class VirtualEngine:
         if self._queue:
             self._finish(*self._queue.popleft())
 
+    def add_all(self, requests: Iterable[tuple[int, int]], **params: Any) -> None:
+        """Requests r0, r1, ... of (prompt, output) tokens."""
+        for number, (prompt, output) in enumerate(requests):
+            self.add(f"r{number}", prompt, output, **params)
+
+    @property
+    def by_first_token(self) -> list[str]:
+        return sorted(self.answers, key=lambda name: self.answers[name].times_s[0])
+
     def run(self, *, most_steps: int = 100_000) -> None:
         """Until nothing is left to do."""
         for _ in range(most_steps):
             if not self.busy:
                 return
-            self.step()
+            self._turn()
         raise AssertionError(f"still busy after {most_steps} steps: {self.scheduler.get_request_counts()}")
 
     @property

@@ -41,16 +41,144 @@ def nested(path: str, value: Any) -> dict[str, Any]:
     return settings
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["nonsense", "router.nonsense", "engine.nonsense", "bins.nonsense", "order.nonsense", "work.nonsense"],
-)
-def test_an_unknown_key_is_refused_with_its_path(path: str) -> None:
-    assert refused(**nested(path, 1)) == {path: "Extra inputs are not permitted"}
+GANGS = {"kind": "transformers"}
+SCALED = {"autoscaling": {"max_replicas": 2}}
+WITH_PREFILL = {"prefill": {}, "scheduler": {"mode": "stock"}}
+ADAPTER = {"lora": {"adapters": {"a": "/adapters/a"}}}
 
 
-def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
-    assert "classes.standard.nonsense" in refused(classes={"standard": {"nonsense": 1}})
+def over_two_nodes(**engine: Any) -> dict[str, Any]:
+    """An engine on two GPUs, one on each node."""
+    bundles = [{"GPU": 1, "CPU": 1, "rack": 1}, {"GPU": 1}]
+    return {"num_gpus": 2, "resources": {"rack": 0.5}, "placement_group_bundles": bundles} | engine
+
+
+@pytest.fixture
+def _keep_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_on_path(tmp_path, monkeypatch)
+
+
+def with_bundles(said: str, *argv: str, path: str = "engine", **engine: Any) -> tuple[dict[str, Any], str, str]:
+    return {"engine": over_two_nodes(**engine), "vllm_args": argv}, path, said
+
+
+def gpus(count: int, used: int, *argv: str) -> tuple[dict[str, Any], str, str]:
+    return {"engine": {"num_gpus": count}, "vllm_args": argv}, "", f"is {count}, and each engine uses {used}"
+
+
+def own_policy(said: str, **scheduler: Any) -> tuple[dict[str, Any], str, str]:
+    return {"engine": {"scheduler": scheduler}}, "engine.scheduler", said
+
+
+def own_order(said: str, **order: Any) -> tuple[dict[str, Any], str, str]:
+    return {"order": order}, "order", said
+
+
+# Settings, the path that is said to be wrong, and what is said of it.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    *((nested(path, 1), path, "not permitted") for path in ("nonsense", "engine.nonsense", "work.nonsense")),
+    ({"classes": {"standard": {"nonsense": 1}}}, "classes.standard.nonsense", "not permitted"),
+    *(({"bins": {"count": 2, "edges": e}}, "bins", "ascending") for e in ([0, 10], [0, 10, 5], [0, 10, 10])),
+    ({"batches": {"keep_s": 3600, "max_window_s": 3600}}, "batches", "max_window_s"),
+    ({"more_models": [{"model": "m"}]}, "", "must differ"),
+    # Classes and what goes by predicted work
+    *(({"classes": {"standard": {}, name: {}}}, "", "must be a letter") for name in ("-prefill", "2", "a b", "")),
+    ({"mode": "stock", "classes": {"standard": {"when_late": "refuse"}}}, "", "predicted work"),
+    ({"mode": "shadow", "engine": SCALED}, "", "predicted work"),
+    ({"mode": "stock", "more_models": [{"model": "b", "engine": SCALED}]}, "", "predicted work"),
+    # Whole batches
+    ({"engine": GANGS | {"credit_lookahead": 1}}, "", "whole batches"),
+    ({"engine": GANGS, "vllm_args": ["--lora-modules", "a=/adapters/a"]}, "", "--lora-modules"),
+    ({"engine": GANGS | {"scheduler": {"mode": "stock"}}}, "", "engine.scheduler"),
+    ({"engine": GANGS, "classes": {"standard": {}, "fast": {"tpot_s": 0.05}}}, "", "tpot_s (of ['fast'])"),
+    *(
+        ({"engine": GANGS, "vllm_args": [argument, "2"]}, "", "one device")
+        for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size")
+    ),
+    ({"engine": {"gang": {"batch_size": 4}}}, "", "bins.dispatch: batches"),
+    *(
+        ({"bins": {"dispatch": "batches"}, **clash}, "", said)
+        for clash, said in (
+            ({"mode": "stock"}, "a policy of mode: full"),
+            ({"engine": {"prefill": {}}}, "engine.prefill"),
+            ({"engine": {"credit_lookahead": 1}}, "engine.credit_lookahead"),
+            ({"engine": {"gang": {"prefill": "padded", "shrink": False}}}, "['prefill', 'shrink'] are of engine.kind"),
+        )
+    ),
+    # Rules of the papers
+    *(
+        ({"papers": {"literal_buckets": True}, **settings}, "", said)
+        for settings, said in (
+            ({"engine": GANGS}, "bins.prompt_buckets is 1"),
+            ({"bins": {"prompt_buckets": 2}}, "bins.prompt_buckets is of batches"),
+            (
+                {"engine": GANGS | {"gang": {"batch_size": 64}}, "bins": {"prompt_buckets": 2}},
+                "bins.refit_every (64) must be above engine.gang.batch_size (64)",
+            ),
+        )
+    ),
+    ({"papers": {"refill": 3}, "engine": {"scheduler": {"policy": POLICY}}}, "", f"{POLICY} decides"),
+    ({"papers": {"memory": "linear"}, "engine": GANGS}, "", "engines of kind vllm"),
+    # Policies of the user's own
+    own_policy("No module named 'keep_fre'", policy="keep_fre:KeepFree"),
+    own_policy("KeepAll", policy="keep_free:KeepAll"),
+    own_policy("no method plan and no method observe", policy=ORDER),
+    own_policy("fraction must be above 0 and at most 0.5, got 2", policy=POLICY, policy_args={"fraction": 2}),
+    own_policy("part", policy=POLICY, policy_args={"part": 0.2}),
+    own_policy(f"admission, overcommit: policy {POLICY}", policy=POLICY, admission="slots", overcommit=False),
+    own_policy(f"mode mixed: policy {POLICY} decides", policy=POLICY, mode="mixed"),
+    own_policy("policy_args are settings of policy", policy_args={"fraction": 0.2}),
+    own_policy("batch policy must be one of auto", policy="fcfs"),
+    own_order("No module named 'keep_fre'", policy="keep_fre:Patience"),
+    own_order("no method key", policy=POLICY),
+    own_order("speed", policy=ORDER, policy_args={"speed": 2}),
+    own_order("policy_args are settings of policy", policy_args={"speed": 2}),
+    (
+        {"order": {"policy": "sjf", "policy_args": {"from": datetime.date(2026, 1, 1)}}},
+        "order.policy_args.from",
+        "JSON",
+    ),
+    # Adapters, and replicas that only read prompts
+    *(
+        ({"engine": {"lora": {"adapters": {name: "/x"}}}, "more_models": [{"model": "other"}]}, "", "must differ")
+        for name in ("m", "other")
+    ),
+    ({"engine": ADAPTER, "vllm_args": ["--enable-lora"]}, "", "engine.lora"),
+    ({"mode": "stock", "engine": {"prefill": {}}}, "", "mode: stock"),
+    ({"engine": WITH_PREFILL, "vllm_args": ["--kv-transfer-config"]}, "", "engine.prefill"),
+    ({"engine": WITH_PREFILL, "vllm_args": ["--scheduler-cls=x"]}, "", "engine.prefill"),
+    ({"engine": {"prefill": {"keep_s": 1}}}, "engine.prefill.keep_s", "greater than or equal to 6"),
+    # GPUs, which an engine would hold idle or lack
+    gpus(4, 1),
+    gpus(1, 2, "--tensor-parallel-size", "2"),
+    gpus(2, 4, "-tp=2", "--pipeline_parallel_size", "2"),
+    gpus(2, 4, "-tp", "2", "--prefill-context-parallel-size", "2"),
+    gpus(2, 4, "-pcp", "4"),
+    with_bundles("num_gpus is 4, and placement_group_bundles hold 2 GPUs", "-tp", "4", num_gpus=4),
+    with_bundles("num_gpus is 2, and each engine uses 4", "-tp", "4", path=""),
+    with_bundles("each engine uses 4", "-tp", "4", "--distributed-executor-backend", "ray", path=""),
+    with_bundles("placement_group_bundles need", "-tp", "2", "--distributed-executor-backend=mp", path=""),
+    with_bundles("one worker in each", placement_group_bundles=[{"GPU": 2, "CPU": 1, "rack": 1}]),
+    with_bundles("leave them out", placement_group_bundles=[{"CPU": 1}], num_gpus=0),
+    with_bundles("first of placement_group_bundles, which lacks {'CPU': 2.0}", "-tp", "2", num_cpus=2),
+    with_bundles("lacks {'shelf': 1.0}", "-tp", "2", resources={"shelf": 1}),
+    with_bundles("without placement_group_bundles", "-tp", "2", prefill={}),
+    with_bundles("runs on one device", path="", kind="transformers"),
+    with_bundles("at least 1 item", path="engine.placement_group_bundles.0", placement_group_bundles=[{}]),
+    with_bundles("greater than 0", path="engine.placement_group_bundles.0.GPU", placement_group_bundles=[{"GPU": 0}]),
+    with_bundles("'STRICT_SPREAD'", path="engine.placement_group_strategy", placement_group_strategy="CLOSE"),
+    with_bundles("there are none", placement_group_bundles=[], placement_group_strategy="SPREAD"),
+]
+
+
+@pytest.mark.usefixtures("_keep_free")
+@pytest.mark.parametrize(("settings", "path", "said"), REFUSED, ids=lambda part: part if isinstance(part, str) else "")
+def test_settings_that_could_not_serve_are_refused_with_their_path(
+    settings: dict[str, Any], path: str, said: str
+) -> None:
+    found = refused(**settings)
+    assert list(found) == [path]
+    assert said in found[path]
 
 
 @pytest.mark.parametrize(
@@ -86,6 +214,7 @@ def test_an_unknown_key_of_a_class_is_refused_with_its_path() -> None:
         ("name", ["", "a b", "x" * 65, "{brace}"]),
         ("vllm_args", ["--max-model-len 8", ["stray"]]),
         ("redis_url", [6379, "http://localhost:6379", "localhost"]),
+        ("model", [None]),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_its_path(path: str, values: list[Any]) -> None:
@@ -96,16 +225,6 @@ def test_a_value_out_of_bounds_is_refused_with_its_path(path: str, values: list[
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.7", "fd00::7"])
 def test_an_engine_may_listen_on_an_address_of_its_own(host: str) -> None:
     assert config(engine={"bind_host": host}).engine.bind_host == host
-
-
-def test_the_model_must_be_named() -> None:
-    with pytest.raises(ValidationError, match="model"):
-        AppConfig.model_validate({})
-
-
-@pytest.mark.parametrize("edges", [[0, 10], [0, 10, 5], [0, 10, 10]])
-def test_edges_that_do_not_fit_the_bins_are_refused(edges: list[float]) -> None:
-    assert "ascending" in refused(bins={"count": 2, "edges": edges})["bins"]
 
 
 def test_a_service_tier_of_a_class_that_does_not_exist_is_refused_and_left_out_of_the_default_ones() -> None:
@@ -126,10 +245,6 @@ def test_batches_go_under_a_class_that_there_is_where_there_are_any() -> None:
     classes = {"standard": {}}
     assert "batches.slo_class 'offline'" in refused(classes=classes, batches={"folder": "/b"})[""]
     assert config(classes=classes).batches.folder is None
-
-
-def test_files_of_batches_are_kept_for_longer_than_a_batch_may_take() -> None:
-    assert "max_window_s" in refused(batches={"keep_s": 3600, "max_window_s": 3600})["batches"]
 
 
 def test_what_runs_batches_takes_resources_where_there_are_any() -> None:
@@ -186,17 +301,6 @@ def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
     assert "--scheduler-cls" not in gangs.engine_argv()
 
 
-def test_a_replica_that_takes_whole_batches_has_no_use_for_a_lookahead() -> None:
-    assert "whole batches" in refused(engine={"kind": "transformers", "credit_lookahead": 1})[""]
-
-
-GANGS = {"kind": "transformers"}
-
-
-def test_an_engine_that_serves_no_adapters_refuses_their_names() -> None:
-    assert "--lora-modules" in refused(engine=GANGS, vllm_args=["--lora-modules", "a=/adapters/a"])[""]
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("serving", "shortest_first"), ("seconds_per_token", 0.01), ("prompt_buckets", 2)]
 )
@@ -223,19 +327,6 @@ def test_engines_of_vllm_take_whole_batches_where_they_are_to() -> None:
     assert "--scheduler-cls" in made.engine_argv()  # inside a batch steps are planned as ever
 
 
-@pytest.mark.parametrize(
-    ("clash", "says"),
-    [
-        ({"mode": "stock"}, "a policy of mode: full"),
-        ({"engine": {"prefill": {}}}, "engine.prefill"),
-        ({"engine": {"credit_lookahead": 1}}, "engine.credit_lookahead"),
-        ({"engine": {"gang": {"prefill": "padded", "shrink": False}}}, "['prefill', 'shrink'] are of engine.kind"),
-    ],
-)
-def test_what_batches_do_not_go_with_is_refused(clash: dict[str, Any], says: str) -> None:
-    assert says in refused(bins={"dispatch": "batches"}, **clash)[""]
-
-
 def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
     found = {}
     for literal in (False, True):
@@ -252,30 +343,6 @@ def test_prompts_are_told_apart_where_it_is_asked_for() -> None:
     assert found[True] == (0.0, 2048.0, 4096.0, 8192.0), "halves, up to three of them"
 
 
-def test_algorithm_1_is_refused_where_it_could_do_nothing() -> None:
-    literal, two = {"literal_buckets": True}, {"prompt_buckets": 2}
-    assert "bins.prompt_buckets is 1" in refused(engine=GANGS, papers=literal)[""]
-    assert "bins.prompt_buckets is of batches" in refused(bins=two, papers=literal)[""]
-    wide = {**GANGS, "gang": {"batch_size": 64}}
-    said = refused(engine=wide, bins=two, papers=literal)[""]
-    assert "bins.refit_every (64) must be above engine.gang.batch_size (64)" in said
-
-
-@pytest.mark.usefixtures("_keep_free")
-def test_rules_of_the_papers_need_an_engine_that_goes_by_them() -> None:
-    own = {"scheduler": {"policy": POLICY, "policy_args": {"fraction": 0.2}}}
-    assert f"engine.scheduler.policy {POLICY} decides" in refused(engine=own, papers={"refill": 3})[""]
-    assert "engines of kind vllm" in refused(engine=GANGS, papers={"memory": "linear"})[""]
-
-
-def test_an_engine_is_not_told_what_it_would_not_do() -> None:
-    assert "bins.dispatch: batches" in refused(engine={"gang": {"batch_size": 4}})[""]
-    assert "engine.scheduler" in refused(engine={**GANGS, "scheduler": {"mode": "stock"}})[""]
-    assert "tpot_s (of ['fast'])" in refused(engine=GANGS, classes={"standard": {}, "fast": {"tpot_s": 0.05}})[""]
-    for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size"):
-        assert "one device" in refused(engine=GANGS, vllm_args=[argument, "2"])[""]
-
-
 def test_every_setting_reaches_what_is_built() -> None:
     made = config(
         router={"max_wait_s": 8.0, "silence_s": 9.0},
@@ -287,11 +354,6 @@ def test_every_setting_reaches_what_is_built() -> None:
     assert (bins.bins, bins.rule, bins.refit_every) == (2, "fixed", 3)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
     assert made.promises() == {"standard": Promise(ttft_s=4.0, tpot_s=0.1), "any-time": Promise()}
-
-
-@pytest.fixture
-def _keep_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_on_path(tmp_path, monkeypatch)
 
 
 @pytest.mark.usefixtures("_keep_free")
@@ -320,51 +382,6 @@ def test_queues_of_two_orders_are_kept_apart() -> None:
         )
     ]
     assert len(set(spaces)) == 4
-
-
-@pytest.mark.usefixtures("_keep_free")
-@pytest.mark.parametrize(
-    ("scheduler", "said"),
-    [
-        ({"policy": "keep_fre:KeepFree"}, "No module named 'keep_fre'"),
-        ({"policy": "keep_free:KeepAll"}, "KeepAll"),
-        ({"policy": ORDER}, "no method plan and no method observe"),
-        ({"policy": POLICY, "policy_args": {"fraction": 2}}, "fraction must be above 0 and at most 0.5, got 2"),
-        ({"policy": POLICY, "policy_args": {"part": 0.2}}, "part"),
-        (
-            {"policy": POLICY, "admission": "slots", "overcommit": False},
-            "admission, overcommit: policy keep_free:KeepFree",
-        ),
-        ({"policy": POLICY, "mode": "mixed"}, "mode mixed: policy keep_free:KeepFree decides"),
-        ({"policy_args": {"fraction": 0.2}}, "policy_args are settings of policy"),
-        ({"policy": "fcfs"}, "batch policy must be one of auto"),
-    ],
-)
-def test_a_policy_that_could_not_serve_is_refused_with_its_path(scheduler: dict[str, Any], said: str) -> None:
-    found = refused(engine={"scheduler": scheduler})
-    assert list(found) == ["engine.scheduler"]
-    assert said in found["engine.scheduler"]
-
-
-@pytest.mark.usefixtures("_keep_free")
-@pytest.mark.parametrize(
-    ("order", "said"),
-    [
-        ({"policy": "keep_fre:Patience"}, "No module named 'keep_fre'"),
-        ({"policy": POLICY}, "no method key"),
-        ({"policy": ORDER, "policy_args": {"speed": 2}}, "speed"),
-        ({"policy_args": {"speed": 2}}, "policy_args are settings of policy"),
-    ],
-)
-def test_an_order_that_could_not_serve_is_refused_with_its_path(order: dict[str, Any], said: str) -> None:
-    found = refused(order=order)
-    assert list(found) == ["order"]
-    assert said in found["order"]
-
-
-def test_settings_of_a_policy_are_what_json_can_say() -> None:
-    date = datetime.date(2026, 1, 1)
-    assert "JSON" in refused(order={"policy": "sjf", "policy_args": {"from": date}})["order.policy_args.from"]
 
 
 def test_the_password_of_redis_is_not_shown() -> None:
@@ -452,20 +469,6 @@ def test_an_eager_engine_on_cpus_compiles_nothing_at_all(model: str, argv: tuple
 
 
 @pytest.mark.parametrize(
-    ("gpus", "argv", "used"),
-    [
-        (4, [], 1),
-        (1, ["--tensor-parallel-size", "2"], 2),
-        (2, ["-tp=2", "--pipeline_parallel_size", "2"], 4),
-        (2, ["-tp", "2", "--prefill-context-parallel-size", "2"], 4),
-        (2, ["-pcp", "4"], 4),
-    ],
-)
-def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv: list[str], used: int) -> None:
-    assert f"is {gpus}, and each engine uses {used}" in refused(engine={"num_gpus": gpus}, vllm_args=argv)[""]
-
-
-@pytest.mark.parametrize(
     ("gpus", "argv"),
     [
         (2, ["-tp", "2"]),
@@ -479,42 +482,6 @@ def test_gpus_that_an_engine_would_hold_idle_or_lack_are_refused(gpus: int, argv
 )
 def test_gpus_that_fit_or_that_the_arguments_do_not_tell_are_taken(gpus: float, argv: list[str]) -> None:
     assert config(engine={"num_gpus": gpus}, vllm_args=argv).engine.num_gpus == gpus
-
-
-def over_two_nodes(**engine: Any) -> dict[str, Any]:
-    """An engine on two GPUs, one on each node."""
-    bundles = [{"GPU": 1, "CPU": 1, "rack": 1}, {"GPU": 1}]
-    return {"num_gpus": 2, "resources": {"rack": 0.5}, "placement_group_bundles": bundles} | engine
-
-
-@pytest.mark.parametrize(
-    ("engine", "argv", "path", "said"),
-    [
-        ({"num_gpus": 4}, ["-tp", "4"], "engine", "num_gpus is 4, and placement_group_bundles hold 2 GPUs"),
-        ({}, ["-tp", "4"], "", "num_gpus is 2, and each engine uses 4"),
-        ({}, ["-tp", "4", "--distributed-executor-backend", "ray"], "", "each engine uses 4"),
-        ({}, ["-tp", "2", "--distributed-executor-backend=mp"], "", "is mp, and engine.placement_group_bundles need"),
-        ({"placement_group_bundles": [{"GPU": 2, "CPU": 1, "rack": 1}]}, ["-tp", "2"], "engine", "one worker in each"),
-        ({"placement_group_bundles": [{"CPU": 1}], "num_gpus": 0}, [], "engine", "leave them out"),
-        ({"num_cpus": 2}, ["-tp", "2"], "engine", "first of placement_group_bundles, which lacks {'CPU': 2.0}"),
-        ({"resources": {"shelf": 1}}, ["-tp", "2"], "engine", "lacks {'shelf': 1.0}"),
-        ({"prefill": {}}, ["-tp", "2"], "engine", "without placement_group_bundles"),
-        ({"kind": "transformers"}, [], "", "runs on one device"),
-        ({"placement_group_bundles": [{}]}, ["-tp", "2"], "engine.placement_group_bundles.0", "at least 1 item"),
-        ({"placement_group_bundles": [{"GPU": 0}]}, [], "engine.placement_group_bundles.0.GPU", "greater than 0"),
-        ({"placement_group_strategy": "CLOSE"}, ["-tp", "2"], "engine.placement_group_strategy", "'STRICT_SPREAD'"),
-        (
-            {"placement_group_bundles": [], "placement_group_strategy": "SPREAD"},
-            ["-tp", "2"],
-            "engine",
-            "there are none",
-        ),
-    ],
-)
-def test_bundles_that_do_not_fit_the_engine_are_refused(
-    engine: dict[str, Any], argv: list[str], path: str, said: str
-) -> None:
-    assert said in refused(engine=over_two_nodes(**engine), vllm_args=argv)[path]
 
 
 @pytest.mark.parametrize("argv", [["-tp", "2"], ["-pp=2", "--distributed-executor-backend", "ray"], ["--config", "c"]])
@@ -563,10 +530,6 @@ def test_the_precision_of_the_demo_model_is_each_machine_s_own(monkeypatch: pyte
     assert config(model="demo", vllm_args=["--dtype=float16"]).engine_argv().count("--dtype") == 0
 
 
-def test_two_models_of_one_name_are_refused() -> None:
-    assert "must differ" in refused(more_models=[{"model": "m"}])[""]
-
-
 def test_adapters_reach_vllm_on_both_sides_and_all_stay_in_memory() -> None:
     lora = {"adapters": {f"a{n}": f"/adapters/{n}" for n in range(6)}, "max_rank": 8, "max_in_step": 2}
     made = config(engine={"lora": lora})
@@ -577,17 +540,6 @@ def test_adapters_reach_vllm_on_both_sides_and_all_stay_in_memory() -> None:
     assert json.loads(argv[argv.index("--lora-modules") + 1]) == {"name": "a0", "path": "/adapters/0"}
     assert made.engine_argv()[: len(argv)] == argv
     assert made.served_names == ("m", "a0", "a1", "a2", "a3", "a4", "a5")
-
-
-@pytest.mark.parametrize("name", ["m", "other"])
-def test_an_adapter_must_not_have_the_name_of_a_model(name: str) -> None:
-    engine = {"lora": {"adapters": {name: "/adapters/x"}}}
-    assert "must differ" in refused(engine=engine, more_models=[{"model": "other"}])[""]
-
-
-def test_adapters_are_named_in_one_place() -> None:
-    engine = {"lora": {"adapters": {"a": "/adapters/a"}}}
-    assert "engine.lora" in refused(engine=engine, vllm_args=["--enable-lora"])[""]
 
 
 def argv_of(section: dict[str, Any], role: config_module.Role) -> dict[str, Any]:
@@ -618,30 +570,10 @@ def test_without_a_prefill_group_engines_are_told_of_no_connector() -> None:
     assert plain.prefill_namespace("v") != plain.namespace("v")
 
 
-def test_what_prefill_replicas_do_not_go_with_is_refused() -> None:
-    prefill = {"prefill": {}}
-    assert "mode: stock" in refused(mode="stock", engine=prefill)[""]
-    for argument in ("--kv-transfer-config", "--scheduler-cls=x"):
-        assert "engine.prefill" in str(
-            refused(vllm_args=[argument], engine={**prefill, "scheduler": {"mode": "stock"}})
-        )
-    assert "engine.prefill.keep_s" in refused(engine={"prefill": {"keep_s": 1}})
-
-
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
     classes = {"a": {}, "b": {"tpot_s": 0.05}}
     targets = config(engine={"prefill": {}}, classes=classes, default_class="a").itl_targets()
     assert targets == {"a": None, "b": 0.05}
-
-
-@pytest.mark.parametrize("mode", ["stock", "shadow"])
-def test_what_goes_by_predicted_work_needs_the_mode_that_predicts(mode: str) -> None:
-    assert "predicted work" in refused(mode=mode, classes={"standard": {"when_late": "refuse"}})[""]
-    assert "predicted work" in refused(mode=mode, engine={"autoscaling": {"max_replicas": 2}})[""]
-    assert (
-        "predicted work"
-        in refused(mode=mode, more_models=[{"model": "b", "engine": {"autoscaling": {"max_replicas": 2}}}])[""]
-    )
 
 
 def test_replicas_that_move_caches_have_another_key_space() -> None:
@@ -655,11 +587,6 @@ def test_a_class_has_an_order_of_its_own_where_it_fills_idle_capacity_and_nothin
     assert "set fills_idle: true" in refused(classes={"standard": {"order": "longest_first"}})["classes.standard"]
     own = refused(classes={"standard": {}, "nightly": sorts}, order={"policy": "sjf"})[""]
     assert "goes without classes.NAME.order (of ['nightly'])" in own
-
-
-@pytest.mark.parametrize("name", ["-prefill", "2", "a b", ""])
-def test_class_names_that_deployments_could_not_bear_are_refused(name: str) -> None:
-    assert "must be a letter" in refused(classes={"standard": {}, name: {}})[""]
 
 
 def test_a_replica_reads_ahead_for_as_long_as_the_longest_promise_of_a_first_token() -> None:
