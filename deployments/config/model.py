@@ -12,7 +12,6 @@ from deployments.config.messages import ARGUMENTS
 from deployments.config.scheduler import SchedulerSection
 from deployments.config.section import Section
 from deployments.config.vllm_args import (
-    CPU_MEMORY_SHARE,
     EXECUTOR,
     LORA_ARGS,
     MEMORY,
@@ -57,7 +56,8 @@ class ModelSection(Section):
         said = options(self.vllm_args).keys() & MEMORY or "VLLM_CPU_KVCACHE_SPACE" in self.engine.env
         if takes_what_it_needs or said:
             return self
-        share = ("--gpu-memory-utilization", f"{CPU_MEMORY_SHARE / engines:.3g}")
+        # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and others.
+        share = ("--gpu-memory-utilization", f"{0.6 / engines:.3g}")
         return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
 
     @property

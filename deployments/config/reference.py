@@ -17,7 +17,6 @@ ANY_NAME = "NAME"
 CLOSE = 0.7  # of difflib: a letter too many in a short name is above, another word below
 _UNITS = (
     (r"seconds_per_token|_s_per_token$", "seconds per token"),
-    (r"_s_per_request$", "seconds per request"),
     (r"_per_minute$", "per minute"),
     (r"_s$", "seconds"),
     (r"_bytes$", "bytes"),
@@ -32,8 +31,6 @@ _BOUNDS = {
     "exclusiveMaximum": "below {}",
 }
 _TYPES = {"boolean": "true or false", "null": "null", "array": "list", "object": "mapping"}
-
-
 LIVE = "x-live"
 """In the schema of what changes while engines serve; see ``section.LiveKey``."""
 

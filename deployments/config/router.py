@@ -6,9 +6,6 @@ from deployments.config.scaling import RouterAutoscalingSection
 from deployments.config.section import LiveKey, Seconds, Section
 from router.terms import RoutedClientConfig
 
-# Nine lost or late heartbeats in a row are no accident.
-HEARTBEATS_OF_SILENCE = 10
-
 
 class RouterSection(Section):
     """The deployment that speaks HTTP."""
@@ -55,7 +52,7 @@ class RouterSection(Section):
 
     @property
     def heartbeat_s(self) -> float:
-        return self.silence_s / HEARTBEATS_OF_SILENCE
+        return self.silence_s / 10  # nine lost or late ones in a row are no accident
 
     def build(self) -> RoutedClientConfig:
         return RoutedClientConfig(

@@ -54,8 +54,6 @@ EXECUTOR = "--distributed-executor-backend"
 # With these the arguments do not say how many GPUs an engine has here.
 _PLACED_ELSEWHERE = {"--config", EXECUTOR}
 
-# Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and everybody else.
-CPU_MEMORY_SHARE = 0.6
 MEMORY = {"--gpu-memory-utilization", "--kv-cache-memory-bytes", "--config"}
 
 

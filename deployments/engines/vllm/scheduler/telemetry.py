@@ -55,22 +55,19 @@ class Telemetry:
         another policy nothing of this is known."""
         if not isinstance(policy, Auto):
             return {}
-        times, law = policy.phases.model.times(), policy.law
+        phases, law = policy.phases, policy.law
+        times = phases.model.times()
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
         names = ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s", "prefill_kv_s")
-        phases = {} if policy.config.mode == "mixed" else _of_phases(policy, state)  # it does not look for them there
+        k = phases.refill(phases.exclusive_slots(state.slots))
+        cycle = {} if policy.config.mode == "mixed" else {"phase_steps": phases.phase_length.steps, "refill": k}
         return {
-            **phases,
-            "exclusive": policy.phases.exclusive,
+            **cycle,  # in "mixed" the policy does not look for one
+            "exclusive": phases.exclusive,
             "overcommit": policy.overcommit,
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},
             "output_tokens": {} if law is None else {f"p{100 * q:g}": law.quantile(q) for q in _QUANTILES},
         }
-
-
-def _of_phases(policy: Auto, state: BatchState) -> dict[str, Any]:
-    phases = policy.phases
-    return {"phase_steps": phases.phase_length.steps, "refill": phases.refill(phases.exclusive_slots(state.slots))}
 
 
 class Transfers:
