@@ -126,7 +126,7 @@ class AppConfig(ModelSection):
 
     @model_validator(mode="after")
     def _predicts_waits_by_work(self) -> "AppConfig":
-        """In the other modes a request counts as one, whatever its work: what waits has no seconds."""
+        """In the other modes every request counts as one, so the queue has no length in seconds."""
         if self.mode == "full":
             return self
         refusing = sorted(name for name, section in self.classes.items() if section.when_late == "refuse")
@@ -243,7 +243,7 @@ class AppConfig(ModelSection):
 
     @property
     def resources(self) -> dict[str, float]:
-        """What all replicas of all models take at the start of Ray's resources, by their names."""
+        """Ray's resources, by name, that all replicas of all models take at the start."""
         groups = [
             (least_replicas(self.router), {"CPU": self.router.num_cpus}),
             (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
@@ -258,7 +258,7 @@ class AppConfig(ModelSection):
         return dict(taken)
 
     def namespace(self, engine_version: str) -> str:
-        """Where the shared state lives: apart for whatever makes answers different.
+        """The name of the shared state, another one for every setting that makes answers different.
 
         In a rolling redeploy with another model, the routers of the new one must not be given replicas of the old one,
         and replicas that move KV caches in another way must not be paired with them. Nor may another version of Sluice
@@ -341,7 +341,7 @@ class AppConfig(ModelSection):
         return lookahead(slots) if credit_s is not None else 0
 
     def promises(self) -> dict[str, Promise]:
-        """By class."""
+        """What each class is promised, by its name."""
         return {name: section.promise() for name, section in self.classes.items()}
 
 

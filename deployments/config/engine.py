@@ -79,7 +79,7 @@ class GangSection(Section):
 
 
 class PrefillSection(Section):
-    """Replicas that only read prompts; `engine.replicas` then decode, and read what is not worth the way.
+    """Replicas that only read prompts. `engine.replicas` then decode, and read the prompts that are not worth moving.
 
     They are placed as those are, with the same GPUs, model and arguments. NIXL moves KV caches from memory to memory.
     """
@@ -93,11 +93,11 @@ class PrefillSection(Section):
     keep_s: float = Field(default=30.0, ge=6, allow_inf_nan=False)
     """How long a cache is kept for a replica that has not begun to fetch it. It holds its blocks meanwhile."""
     split: Literal["auto", "always", "never"] = "auto"
-    """Which requests: `auto` where reading the prompt would break its `tpot_s` for those that decode."""
+    """Which requests are split: with `auto` those whose prompts would break the `tpot_s` of requests that decode."""
     min_prompt_tokens: int = Field(default=256, ge=1)
     """Shorter prompts are never split."""
     max_wait_s: Seconds = 2.0
-    """Prompts that would wait longer for these replicas go to the others."""
+    """Prompts that would wait longer for these replicas are read by the decode replicas."""
     transfer_s_per_token: float = Field(default=5.2e-6, ge=0, allow_inf_nan=False)
     """Seconds that moving a token of a cache takes; the default is 131 072 bytes over 25 GB/s."""
 
@@ -166,9 +166,9 @@ class EngineSection(Section):
     start_timeout_s: Seconds = 1800.0
     """How long loading the model may take."""
     hang_timeout_s: Seconds = 120.0
-    """An engine that hangs for so long is replaced: longer than its longest step."""
+    """An engine without progress for this long is replaced. Set it above the longest step."""
     drain_timeout_s: Seconds = 3600.0
-    """How long running requests may go on when a replica is told to leave: at least the longest generation."""
+    """How long running requests may go on when a replica is told to leave. Set it above the longest generation."""
 
     def groups(self, own_replicas: int) -> list[tuple[int, dict[str, float]]]:
         """How many replicas there are at the start, and what each of them takes of Ray's resources.

@@ -81,7 +81,7 @@ def _cannot_change(place: str) -> str:
 
 
 def _with_own_replicas(config: AppConfig, classes: Any, refused: list[str]) -> Any:
-    """Whatever serves one class alone goes on: its number stands in args, and a class that has some cannot go."""
+    """Adds each class's `own_replicas` of args, which cannot change live; a class that has some cannot be taken out."""
     if not isinstance(classes, Mapping):
         return classes
     for name, section in classes.items():

@@ -8,16 +8,16 @@ from deployments.config.section import Seconds, Section
 
 
 class ScalingSection(Section):
-    """Between which numbers of replicas, and how long a need must stand."""
+    """The least and the most replicas, and how long a need must last before their number changes."""
 
     min_replicas: int = Field(default=1, ge=1)
-    """Also at no traffic at all: from nothing, no replica would be there to report."""
+    """The least replicas, also without traffic: the need is reported by replicas, so none would never become one."""
     max_replicas: int = Field(ge=1)
-    """However great the need."""
+    """The most replicas."""
     upscale_delay_s: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """How long the need for more must stand."""
+    """How long more replicas must be needed before they start."""
     downscale_delay_s: float = Field(default=300.0, ge=0, allow_inf_nan=False)
-    """How long the need for fewer must stand: longer than loading the model takes."""
+    """How long fewer replicas must be needed before some end. Set it above the time that loading the model takes."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -30,9 +30,9 @@ class AutoscalingSection(ScalingSection):
     """Shared engine replicas follow the predicted work."""
 
     slot_use: float = Field(default=0.8, gt=0, lt=1)
-    """Fraction of all slots that should be in use."""
+    """The fraction of all slots that should be in use."""
     max_queue_s: Seconds = 5.0
-    """Longest time that working off the queue should take, by prediction."""
+    """The longest time that the requests in the queue should take, by prediction."""
 
 
 class RouterAutoscalingSection(ScalingSection):

@@ -1,4 +1,4 @@
-"""What every section of the configuration is."""
+"""The base of every section of the configuration, and the marker of its live keys."""
 
 from typing import Annotated, TypeVar
 
