@@ -7,13 +7,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from policies.router.placement import PrefixIndex
 from policies.router.prefill_decode import BucketOrder, PrefillDecode, PrefillOffer, padded_tokens
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.tickets import Ticket
 from predictor.learned import Foresight, Question
 from router.classifier import Classified
 from router.codec import EngineCodec, Output, RequestSize
 from router.metrics import SplitMetrics
 from router.prefix_hits import PrefixHits
 from router.routed_client import RoutedClient
-from router.state_store import StateStore, Ticket
+from router.state_store import StateStore
 from router.timing import RequestTiming
 
 RequestT = TypeVar("RequestT")

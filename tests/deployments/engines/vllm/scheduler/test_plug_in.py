@@ -505,19 +505,6 @@ def test_a_long_prompt_in_progress_waits_for_a_short_one_that_would_be_late(dept
     assert patient_long_s < patient_short_s
 
 
-def test_only_the_wait_in_this_engine_opens_a_refill() -> None:
-    def patient(max_wait_s: float) -> dict[str, Any]:
-        rules = {"mode": "exclusive", "phase_rule": "fixed", "refill": 12, "max_wait_s": max_wait_s}
-        return {"policy": "exclusive_mixed_literal", "policy_args": rules}
-
-    settings = patient(0.3)
-    new = run_closed(VirtualEngine(settings), workload(150), clients=40)
-    old = run_closed(VirtualEngine(settings), workload(150), clients=40, arrival_time=0.0)
-    assert old.log == new.log
-    impatient = run_closed(VirtualEngine(patient(0.01)), workload(150), clients=40)
-    assert impatient.log != new.log
-
-
 @pytest.mark.parametrize("told", [None, {"sluice": 3}, {"sluice": {"ttft_left_s": "soon"}}, {"sluice": {"odd": 1}}])
 def test_metadata_that_is_missing_or_wrong_harms_nobody(told: dict[str, Any] | None) -> None:
     engine = VirtualEngine({"mode": "auto", "classes": ["fast"]})
