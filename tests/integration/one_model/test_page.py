@@ -56,11 +56,11 @@ def test_it_says_how_to_call_from_here(sluice: Sluice) -> None:
 
 def test_it_shows_batches_in_progress_whichever_router_answers(sluice: Sluice, tmp_path: Path) -> None:
     client = sluice.client()
-    batch = batches.submitted(client, batches.write(tmp_path / "in.jsonl", 400, max_tokens=200))
+    batch = batches.submitted(client, batches.write(tmp_path / "in.jsonl", 2000, max_tokens=200))
     with opened(sluice.url) as page:
         row = page.locator("#batches tbody tr", has_text=batch.id[-7:])
         expect(row).to_contain_text("in progress")
-        expect(row).to_contain_text(re.compile(r"[1-9]\d* of 400"))
+        expect(row).to_contain_text(re.compile(r"[1-9]\d* of 2,000"))
         for each in (batches.MODEL, batches.CHAT, "24h"):
             expect(row).to_contain_text(each)
         answered_by: set[str] = set()
