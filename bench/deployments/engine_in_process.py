@@ -228,7 +228,7 @@ class VllmEngine:
         config = self.llm.vllm_config
         blocks = self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
         given = loads(
-            slots=self.scheduler._slots.now,
+            slots=self.scheduler.slots.now,
             max_batch_tokens=config.scheduler_config.max_num_batched_tokens,
             max_model_len=config.model_config.max_model_len,
             cache_tokens=blocks * config.cache_config.block_size,

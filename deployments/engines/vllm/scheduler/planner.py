@@ -13,7 +13,6 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
@@ -34,21 +33,9 @@ class Planner:
     """
 
     def __init__(
-        self,
-        scheduler: Any,
-        policy: BatchPolicy,
-        *,
-        settings: Live[SchedulerSettings],
-        slots: Live[int],
-        late_patience_s: Live[float],
-        phases_work: bool,
-        on_step: Callable[[StepResult], None],
+        self, scheduler: Any, policy: BatchPolicy, *, phases_work: bool, on_step: Callable[[StepResult], None]
     ) -> None:
-        """Args:
-        slots: the most requests that may run.
-        late_patience_s: as of `PromisedQueue`.
-        phases_work: whether prefill and decode can be kept apart.
-        """
+        """phases_work: whether prefill and decode can be kept apart."""
         self.policy = policy
         self.memory = MemoryBound()
         self._scheduler, self._phases_work, self._on_step = scheduler, phases_work, on_step
@@ -61,13 +48,13 @@ class Planner:
             and not scheduler.max_num_encoder_input_tokens
             and not scheduler.need_mamba_block_aligned_split
         )
-        self._slots = slots
-        self._taker = SnapshotTaker(
-            scheduler, self._whole_budget, settings=settings, slots=slots, cuts_prompts=self._cuts_prompts
-        )
+        self._slots: Live[int] = scheduler.slots
+        self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=self._cuts_prompts)
         self._account = StepAccount(scheduler.clock.now())
         self._standing: StandingPlan[Request] | None = None
-        self.queue = PromiseQueue(lambda request: self._taker.waiting(request, scheduler.clock.now()), late_patience_s)
+        self.queue = PromiseQueue(
+            lambda request: self._taker.waiting(request, scheduler.clock.now()), scheduler.late_patience_s
+        )
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
         self._now_s: float = scheduler.clock.now()

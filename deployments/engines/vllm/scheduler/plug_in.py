@@ -42,6 +42,7 @@ class SluiceScheduler(AsyncScheduler):
         clock: measures steps.
         on_step: called with every step's result, for calibration and tests: before the next plan, or by `report`.
         planner: plans the steps; None in mode `stock`.
+        live_settings, slots, late_patience_s: the settings in force, and what follows from them.
     """
 
     waiting: Any
@@ -62,9 +63,9 @@ class SluiceScheduler(AsyncScheduler):
         self.transfers = Transfers()
         self.planner: Planner | None = None
         self._stock_limits = most, _ = self.max_num_active_reqs, self.max_num_scheduled_tokens
-        self._settings = Live(SchedulerSettings.of_vllm(self.vllm_config.additional_config))
-        self._slots = self._settings.view(lambda settings: min(settings.max_batch_size or most, most))
-        self._late_patience_s = self._settings.view(lambda settings: settings.late_patience_s)
+        self.live_settings = Live(SchedulerSettings.of_vllm(self.vllm_config.additional_config))
+        self.slots = self.live_settings.view(lambda settings: min(settings.max_batch_size or most, most))
+        self.late_patience_s = self.live_settings.view(lambda settings: settings.late_patience_s)
         self._base: type[Scheduler] = AsyncScheduler
         if not self.scheduler_config.async_scheduling:
             # Where a step ends before the next begins, as on CPUs, vLLM itself takes `Scheduler`: what `AsyncScheduler`
@@ -76,7 +77,7 @@ class SluiceScheduler(AsyncScheduler):
     @property
     def settings(self) -> SchedulerSettings:
         """In force now."""
-        return self._settings.now
+        return self.live_settings.now
 
     def control(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Change settings between two steps; lengths and step times learned so far are kept.
@@ -109,7 +110,7 @@ class SluiceScheduler(AsyncScheduler):
         return {
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
-            "batch_size": int(min(self._slots.now, self.planner.memory.requests, snapshot.most)),
+            "batch_size": int(min(self.slots.now, self.planner.memory.requests, snapshot.most)),
             **self.planner.unread(),
             **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),
@@ -119,7 +120,7 @@ class SluiceScheduler(AsyncScheduler):
         """Raises ConfigError; all is as it was then."""
         planner = self.planner
         if settings.mode == "stock":
-            self._settings.replace(settings)
+            self.live_settings.replace(settings)
             self.planner = None
             if planner is not None:
                 self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
@@ -131,19 +132,11 @@ class SluiceScheduler(AsyncScheduler):
             phases=self._phases_work,
             speculates=self.num_spec_tokens > 0,
         )
-        self._settings.replace(settings)
+        self.live_settings.replace(settings)
         if planner is not None:
             planner.settings_changed(policy)
             return
-        self.planner = Planner(
-            self,
-            policy,
-            settings=self._settings,
-            slots=self._slots,
-            late_patience_s=self._late_patience_s,
-            phases_work=self._phases_work,
-            on_step=self._note,
-        )
+        self.planner = Planner(self, policy, phases_work=self._phases_work, on_step=self._note)
         if self.policy == SchedulingPolicy.FCFS:
             self._requeue(self.planner.queue)
 

@@ -17,10 +17,7 @@ class PromiseQueue(RequestQueue):
     """
 
     def __init__(self, waiting: Callable[[Request], Waiting[Request]], late_patience_s: Live[float]) -> None:
-        """Args:
-        waiting: what is known of a request that comes.
-        late_patience_s: as of `PromisedQueue`.
-        """
+        """waiting: what is known of a request that comes; late_patience_s: as of `PromisedQueue`."""
         self.promised: PromisedQueue[Request] = PromisedQueue(late_patience_s)
         self._waiting = waiting
         self._entries: dict[Request, Waiting[Request]] = {}

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 from itertools import chain, islice
 from math import inf, isfinite, isnan, nan
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.v1.core.sched.interface import PauseState
@@ -95,20 +95,13 @@ def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
 class SnapshotTaker:
     """Takes snapshots of one scheduler, and keeps what is known of each request that it holds."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        max_batch_tokens: int,
-        *,
-        settings: Live[SchedulerSettings],
-        slots: Live[int],
-        cuts_prompts: bool,
-    ) -> None:
-        """slots: the most requests that may run."""
-        self._scheduler = scheduler
-        self._settings, self._slots, self._cuts_prompts = settings, slots, cuts_prompts
+    def __init__(self, scheduler: Any, max_batch_tokens: int, *, cuts_prompts: bool) -> None:
+        self._scheduler: Scheduler = scheduler
+        self._settings: Live[SchedulerSettings] = scheduler.live_settings
+        self._slots: Live[int] = scheduler.slots
+        self._cuts_prompts = cuts_prompts
         self.max_batch_tokens = max_batch_tokens
-        self._class_names = settings.now.class_names  # by class_index
+        self._class_names = self._settings.now.class_names  # by class_index
         self._pool = pool_share(scheduler)
         self._known: dict[Request, Known] = {}
         self._started = 0  # times that a request came into the batch
