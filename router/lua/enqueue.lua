@@ -96,10 +96,11 @@ if only_admits then
 end
 ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
 if replica and not had_a_place and not is_late(ticket, replica) then
-  -- What waits has no use for this replica: as through its lane, in fewer moves.
+  -- What waits has no use for this replica, unless it is owed the next start: as through its lane, in fewer moves.
   put_on(id, ticket, replica)
-  note_start(ticket)
-  return { 1, { { id, replica } } }
+  local others = next_is_owed(note_start(ticket)) and dispatch(ticket[ROUTER_ID]) or {}
+  table.insert(others, 1, { id, replica })
+  return { 1, others }
 end
 save_ticket(id, ticket)
 put_in_lane(id, ticket)

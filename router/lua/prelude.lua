@@ -414,8 +414,9 @@ local function choose(ticket, owed)
 end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
+-- Returns how many have started.
 local function note_start(ticket)
-  redis.call('INCR', P .. ':starts')
+  local starts = redis.call('INCR', P .. ':starts')
   if ticket[API_KEY] ~= '' then
     redis.call('ZINCRBY', P .. ':served', ticket[WORK_S], ticket[API_KEY])
   end
@@ -430,6 +431,7 @@ local function note_start(ticket)
       redis.call('SET', P .. ':started', ticket[ARRIVAL_S], 'KEEPTTL')
     end
   end
+  return starts
 end
 
 local function start(id, ticket, replica)
@@ -510,9 +512,14 @@ local function next_start(heads)
   end
 end
 
+-- Whether the next start, after so many, is owed to a ticket that stands behind those in time.
+local function next_is_owed(starts)
+  return (starts + 1) % STARTS_FOR_THE_PATIENT == 0
+end
+
 -- policies.router.order.is_owed_a_start: of those behind, one of each lane, whose patience ended first.
 local function next_owed()
-  if (tonumber(redis.call('GET', P .. ':starts') or '0') + 1) % STARTS_FOR_THE_PATIENT ~= 0 then
+  if not next_is_owed(tonumber(redis.call('GET', P .. ':starts') or '0')) then
     return nil
   end
   local owed

@@ -665,6 +665,16 @@ async def test_one_start_in_ten_goes_to_who_has_waited_behind_for_too_long(store
     assert (await store.snapshot()).owed == {"none": 1, "late": 1}
 
 
+async def test_an_owed_start_follows_at_once_on_one_that_found_a_free_slot(store: StateStore) -> None:
+    await store.register_replica(info("r"), 99)
+    await store.beat_replica("r", 99, FOR_EVER_S, reading=Reading(known_tokens=-5, max_unread_tokens=100))
+    key = banded(Band.LATE, PASSED_S)
+    assert await store.enqueue(ticket("late", key=key, late_key=key)) == []
+    started = [await store.enqueue(ticket(f"x{n}", key=banded(Band.IN_TIME, FAR_S))) for n in range(9)]
+    assert started[:-1] == [[Assignment(f"x{n}", "r")] for n in range(8)]
+    assert started[-1] == [Assignment("x8", "r"), Assignment("late", "r")]
+
+
 async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store: StateStore) -> None:
     for number in range(20):
         await store.enqueue(ticket(f"x{number:02}", key=float(number)))
