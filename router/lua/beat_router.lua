@@ -3,7 +3,7 @@
 -- as long as each of them named. Returns the replicas dropped and the routers dropped.
 -- What no ticket, replica or router holds outlives the last heartbeat by a week: an application may be away for a while,
 -- and each version of its vllm_args has tables of its own.
-if redis.call('SET', P .. ':halved', '', 'NX', 'EX', 60) then -- policies.router.turns.halved
+if redis.call('SET', P .. ':halved', '', 'NX', 'EX', 60) then -- policies.router.turns.Turns.note_time
   local tables = { P .. ':served' }
   for _, class in ipairs(redis.call('HKEYS', P .. ':waiting')) do
     tables[#tables + 1], tables[#tables + 2] = turns_of(class, IN_TIME), turns_of(class, LATE)

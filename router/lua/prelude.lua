@@ -228,8 +228,8 @@ local function note_reading(replica, packed)
   redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3], reading[4] }))
 end
 
--- router.state_store.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to read, by
--- replica, and the one that has least.
+-- policies.router.tickets.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to
+-- read, by replica, and the one that has least.
 local function unread_of(ticket)
   local left, least = {}, ticket[UNREAD_TOKENS]
   for _, pair in ipairs(ticket[PREFIXES]) do
@@ -239,7 +239,7 @@ local function unread_of(ticket)
   return left, least
 end
 
--- router.state_store.Ticket.work_at_s
+-- policies.router.tickets.Ticket.work_at_s
 local function work_at_s(ticket, unread, least)
   return ticket[WORK_S] + ticket[PROMPT_TOKEN_S] * (unread - least)
 end
