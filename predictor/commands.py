@@ -68,7 +68,7 @@ def _add_train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE")
     verb.add_argument("--out", type=Path, required=True, help="folder for the checkpoint and the state of the run")
     verb.add_argument("--base", help="folder or name of a BERT-family encoder (default: the packaged MiniLM-L6)")
-    verb.add_argument("--layers", type=int, help="cut the base after so many layers (default: all)")
+    verb.add_argument("--layers", type=int, help="keep this many layers of the base (default: all)")
     verb.add_argument("--loss", choices=("log_l1", "l1"), help="L1 on log lengths, or paper 000's plain L1")
     verb.add_argument("--adapter-rank", type=int, help="rank of the adapter (default: 16)")
     verb.add_argument("--max-tokens", type=int, help="longer prompts keep head and tail (default: 128)")

@@ -90,8 +90,8 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", st
         metavar="CLASS[:ORDER]",
         help=f"a class that takes what others leave; ORDER is {', '.join(get_args(IdleOrder))} (default: deadline)",
     )
-    one.add_argument("--clients", type=int, help="closed loop: so many requests in the system, arrival times ignored")
-    one.add_argument("--prefill-replicas", type=int, help="so many engines besides, that only prefill (P/D pools)")
+    one.add_argument("--clients", type=int, help="closed loop: this many requests in the system, arrival times ignored")
+    one.add_argument("--prefill-replicas", type=int, help="engines besides, that only prefill (P/D pools)")
     one.add_argument(
         "--split", choices=("always", "auto"), default="always", help="which requests go there (default: %(default)s)"
     )
@@ -135,7 +135,7 @@ def _command(
     traffic.add_argument("--prompt-tokens", type=int, help="for files without prompts")
     traffic.add_argument("--prompts", default="lognormal:600:1", help="law without a trace (default: %(default)s)")
     traffic.add_argument("--outputs", default="lognormal:250:0.8", help="law without a trace (default: %(default)s)")
-    traffic.add_argument("--requests", type=int, help="so many: the first of a trace, or made up (default: 2000)")
+    traffic.add_argument("--requests", type=int, help="how many: the first of a trace, or made up (default: 2000)")
     traffic.add_argument("--arrivals", help="trace, poisson:RATE, gamma:RATE:CV, square:LOW:HIGH:PERIOD_S or all")
     traffic.add_argument("--speed", type=float, default=1.0, help="factor on the arrival rate (default: %(default)s)")
     traffic.add_argument(

@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     own.add_argument("--engine", help="name or calibration file, as of `sluice simulate`")
     own.add_argument("--replicas", type=int, default=1, help="engines (default: %(default)s)")
     own.add_argument("--system", choices=SYSTEMS, default="stock", help="policies (default: %(default)s)")
-    own.add_argument("--clients", type=int, help="closed loop: so many requests in the system")
+    own.add_argument("--clients", type=int, help="closed loop: this many requests in the system")
     own.add_argument("--slots", type=int, default=256, help="max_num_seqs (default: %(default)s)")
     own.add_argument("--max-batch-tokens", type=int, default=8192, help="per step (default: %(default)s)")
     own.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")

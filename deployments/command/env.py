@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         )
     if env.get(AUTH_MODE_ENV) == "disabled":
         _note(
-            "there is no token, so whoever reaches Ray's ports may run anything there: `ray get-auth-token --generate` "
+            "there is no token, so everyone who reaches Ray's ports may run anything there: `ray get-auth-token --generate` "
             "makes one, for every node the same; then print this again"
         )
 

@@ -40,7 +40,7 @@ _ONE_BIN = MultiBinConfig(bins=1, rule="fixed", initial_edges=(0.0, 1e9))
 _SAFE_SHARE = 0.9
 # Seconds to the first token and of a token: the paper names none. DistServe's, of OPT-13B for chat and of summaries.
 _TARGETS = {"alpaca": (0.25, 0.1), "long": (15.0, 0.15)}
-# Of the paper's four GPUs, so many read and so many answer.
+# How many of the paper's four GPUs read prompts, and how many answer.
 _READING = _ANSWERING = 2
 _NVLINK_BYTES_PER_S = 300e9
 _RATES = {
