@@ -176,7 +176,7 @@ def engine_env(config: AppConfig) -> dict[str, str]:
     """The environment of engine replicas."""
     env = {REPLICA_ENV: "1", "VLLM_NO_USAGE_STATS": "1"}
     if config.engine.num_gpus == 0:
-        # Ray (2.60) shows a replica that has asked for no GPU all that the machine has, and each such engine would take the
-        # first one.
+        # Ray (2.60) shows a replica that has asked for no GPU all that the machine has, and each such engine would take
+        # the first one.
         env |= cpu_env(eager=config.runs_eagerly) | {"CUDA_VISIBLE_DEVICES": ""}
     return env | config.engine.env

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
         )
     if env.get(AUTH_MODE_ENV) == "disabled":
         _note(
-            "there is no token, so everyone who reaches Ray's ports may run anything there: `ray get-auth-token --generate` "
-            "makes one, for every node the same; then print this again"
+            "there is no token, so everyone who reaches Ray's ports may run anything there: "
+            "`ray get-auth-token --generate` makes one, for every node the same; then print this again"
         )
 
 

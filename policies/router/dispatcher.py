@@ -219,9 +219,10 @@ class Dispatcher:
         late = [each for each in self.lanes.in_band(Band.LATE) if _band_of(each.ticket) is Band.LATE]
         if all(each.ticket.slo_class != slo_class for each in late):
             return place, replica
+        taking_turns = late  # this ticket is among them, so one of them has a replica
         if band is Band.IN_TIME:
-            late = [each for each in self.lanes.in_band(band, slo_class) if _band_of(each.ticket) is band]
-        found = ((each, self._choose(each.ticket, owed=owed)) for each in sorted(late, key=self._turn))
+            taking_turns = [each for each in self.lanes.in_band(band, slo_class) if _band_of(each.ticket) is band]
+        found = ((each, self._choose(each.ticket, owed=owed)) for each in sorted(taking_turns, key=self._turn))
         return next((each, its_replica) for each, its_replica in found if its_replica is not None)
 
     def _turn(self, place: Place) -> tuple[float, str, str, float, str]:
