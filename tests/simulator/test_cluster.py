@@ -417,18 +417,6 @@ def test_promises_that_are_far_off_hold_nobody_back(mode: str) -> None:
     assert np.median([r.ttft_s for r in bound.requests]) < 2 * np.median([r.ttft_s for r in free.requests])
 
 
-def test_a_wait_in_the_router_opens_no_refill() -> None:
-    given = workload(300, 1000.0, seed=5, prompt="uniform:50:150", output="exponential:60")
-
-    def steps(max_wait_s: float) -> list[tuple[object, ...]]:
-        exclusive = {"mode": "exclusive", "step_times": PRIOR, "max_wait_s": max_wait_s}
-        config = ClusterConfig(times=TIMES, engine=SMALL, batch="exclusive_mixed", batch_settings=exclusive)
-        return history(run(config, given))
-
-    assert steps(5.0) == steps(1e6)
-    assert steps(0.01) != steps(1e6)
-
-
 def in_batches(max_wait_s: float = 0.5, **changes: Any) -> ClusterConfig:
     router = RouterConfig(batches=GangConfig(batch_size=4, max_wait_s=max_wait_s))
     return small("stock", router=router, order="fcfs", **changes)
