@@ -44,8 +44,8 @@ class RouterSection(Section):
     max_wait_s: LiveKey[Seconds] = 600.0
     """The longest that a request may wait for a replica before it fails."""
     late_patience_s: LiveKey[Seconds] = 60.0
-    """A request that stands behind those in time, for it is late, has no target or fills idle capacity, and has waited
-    for longer, is owed one start in ten."""
+    """In routers and engines: a request that stands behind those in time, for it is late, has no target or fills idle
+    capacity, and has waited for longer, is owed one start in ten."""
     silence_s: Seconds = 10.0
     """A replica or router of this configuration that says nothing for this long is taken for dead. A tenth of it is the
     heartbeat: how often they say that they live, and exchange what they have learned."""
