@@ -64,15 +64,23 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
     return {"asyncio": asyncio.new_event_loop}
 
 
+OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
+
+
 @pytest.fixture(autouse=True)
-def _loggers_as_before() -> Iterator[None]:
-    """Replicas and routers set up the loggers of their process: tests that follow look at what these tell."""
-    loggers = [logging.getLogger(name) for name in ("policies", "predictor", "router", "deployments")]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+def _loggers_as_imported() -> Iterator[None]:
+    """Each test hears our loggers, whatever was set up before it: replicas and routers set up those of their process,
+    also in a fixture that a whole module shares, and libraries that configure logging disable every logger there is."""
+    hear_our_loggers()
     yield
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    hear_our_loggers()
+
+
+def hear_our_loggers() -> None:
+    names = (name for name in logging.root.manager.loggerDict if name.split(".")[0] in OUR_PACKAGES)
+    for logger in map(logging.getLogger, [*OUR_PACKAGES, *names]):
+        logger.handlers, logger.propagate, logger.disabled = [], True, False
+        logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

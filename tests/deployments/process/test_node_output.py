@@ -1,7 +1,6 @@
 """What processes of a node write to the standard output of whatever started Ray there: real pipes and processes."""
 
 import json
-import logging
 import os
 import re
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from deployments.process import node_output
 from deployments.process.node_output import MOST_WAITING_BYTES, NodeOutput
 from tests.integration.application import REPOSITORY
 from tests.waiting import PATIENCE_S, wait_until
@@ -134,24 +132,7 @@ def test_where_there_is_nothing_to_write_to_the_file_says_so(raylet: str | None)
     assert line["message"] == "served"
 
 
-@pytest.fixture
-def said() -> Iterator[list[str]]:
-    """What the module logs, whatever other tests of this process have made of the loggers above it."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(node_output.__name__)
-    before = logger.level, logger.disabled
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    logger.disabled = False
-    yield messages
-    logger.removeHandler(handler)
-    logger.setLevel(before[0])
-    logger.disabled = before[1]
-
-
-def test_after_a_full_disk_it_goes_on_and_says_how_many_lines_are_missing(said: list[str]) -> None:
+def test_after_a_full_disk_it_goes_on_and_says_how_many_lines_are_missing(caplog: pytest.LogCaptureFixture) -> None:
     output, (readable, writable) = os.open("/dev/full", os.O_WRONLY), os.pipe()
     written = NodeOutput(output)
     for number in range(3):
@@ -160,5 +141,5 @@ def test_after_a_full_disk_it_goes_on_and_says_how_many_lines_are_missing(said: 
     os.dup2(writable, output)
     written.write("there is room again")
     assert os.read(readable, 1000) == b"there is room again\n"
-    wait_until(lambda: said, PATIENCE_S, "it is said")
-    assert said[-1].startswith("3 lines are missing")
+    wait_until(lambda: caplog.records, PATIENCE_S, "it is said")
+    assert caplog.records[-1].getMessage().startswith("3 lines are missing")
