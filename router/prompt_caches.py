@@ -78,6 +78,8 @@ class PromptCaches(Generic[RequestT]):
         if hit_tokens is not None and entry.predicted_hit_tokens is not None:
             self._metrics.note_hits(entry.slo_class, entry.predicted_hit_tokens, hit_tokens)
             entry.predicted_hit_tokens = None
+            if entry.trail is not None:
+                entry.trail.found(hit_tokens)
 
     def forget(self, replica_id: str) -> None:
         """A replica is gone, and what counts by it."""

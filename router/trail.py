@@ -56,6 +56,7 @@ class Trail:
     Attributes:
         headers: what its replicas go on with.
         ticket: the first that was written for it, at classified_s.
+        hit_tokens: of its prompt, what its first replica had cached; None where that did not say.
         queued_s: when that went into the queue.
         stays: in order; bounded by how often a request may be moved and recalled.
     """
@@ -63,6 +64,7 @@ class Trail:
     headers: TraceHeaders
     ticket: Ticket | None = None
     prompt_tokens: int = 0
+    hit_tokens: int | None = None
     max_output_tokens: int | None = None
     classified_s: float | None = None
     queued_s: float | None = None
@@ -72,6 +74,11 @@ class Trail:
     def classified(self, ticket: Ticket, prompt_tokens: int, max_output_tokens: int | None, now_s: float) -> None:
         self.ticket, self.classified_s = ticket, now_s
         self.prompt_tokens, self.max_output_tokens = prompt_tokens, max_output_tokens
+
+    def found(self, hit_tokens: int) -> None:
+        """The first replica's word counts: where a request goes on elsewhere, its prompt holds tokens of its answer."""
+        if self.hit_tokens is None:
+            self.hit_tokens = hit_tokens
 
     def queued(self, now_s: float) -> None:
         """The first time counts: a request that goes on elsewhere is queued again."""

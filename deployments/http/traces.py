@@ -36,6 +36,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
 }
 _OTHER_OPERATION = "generate_content"
+_PROVIDER = "sluice"
 # Level 1 of W3C Trace Context, 3.2: version ff and ids of zeros are invalid, and later versions than 00 may append.
 _TRACEPARENT = re.compile(
     r"(?!ff)(?!00.{54})[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?"
@@ -113,12 +114,14 @@ class HttpTrace:
         first_s, ticket = timing.first_token_s, trail.ticket
         attributes: Attributes = {
             "gen_ai.operation.name": self._operation,
+            "gen_ai.provider.name": _PROVIDER,
             "gen_ai.request.model": model,
             "gen_ai.request.max_tokens": trail.max_output_tokens,
             "gen_ai.usage.input_tokens": trail.prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": trail.hit_tokens,
             "gen_ai.usage.output_tokens": timing.output_tokens,
             "gen_ai.response.finish_reasons": (outcome,) if outcome in WHOLE else None,
-            "gen_ai.server.time_to_first_token": None if first_s is None else first_s - timing.received_s,
+            "gen_ai.response.time_to_first_chunk": None if first_s is None else first_s - timing.received_s,
             "sluice.outcome": outcome,
             "sluice.engine_request_id": timing.request_id,
             "sluice.resumed": sum(stay.because is not None for stay in trail.stays),

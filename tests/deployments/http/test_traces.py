@@ -2,11 +2,13 @@
 the engines have no model, and the application is a small one."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -15,13 +17,21 @@ from starlette.routing import Route
 from deployments.engines.traces import ReplicaTraces
 from deployments.http.keys import digest
 from deployments.http.promises import Promises
-from deployments.http.traces import MOST_FOLLOWED, HttpTraces, client_trace_id, path_template
+from deployments.http.traces import (
+    _OPERATIONS,
+    _OTHER_OPERATION,
+    MOST_FOLLOWED,
+    HttpTraces,
+    client_trace_id,
+    path_template,
+)
 from deployments.process.spans import Tracing
 from policies.router.promise import Promise
 from policies.router.tickets import Ticket
 from router.timing import HttpContext, RequestTiming, current
 from router.trail import KVTransfer, Trail
 from tests.deployments.bodies import asking, behind_middleware, key_ring
+from tests.documented import ROOT
 from tests.otlp_receiver import Received, Receiver, receiving
 from tests.router.service import TARGETS_S, Answer, FrontEnd, Replica, Service, request
 from tests.waiting import until
@@ -147,12 +157,13 @@ async def test_a_request_is_one_trace_from_its_client_to_the_replica(
     assert timing.first_token_s is not None
     assert chat.attributes == {
         "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "sluice",
         "gen_ai.request.model": "demo",
         "gen_ai.request.max_tokens": 20,
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 20,
         "gen_ai.response.finish_reasons": ["length"],
-        "gen_ai.server.time_to_first_token": timing.first_token_s - timing.received_s,
+        "gen_ai.response.time_to_first_chunk": timing.first_token_s - timing.received_s,
         "sluice.outcome": "length",
         "sluice.engine_request_id": timing.request_id,
         "sluice.resumed": 0,
@@ -295,6 +306,25 @@ async def test_a_kv_transfer_shows_the_replica_that_read_the_prompt(receiver: Re
     assert shape(receiver, chat) == {"0 KV transfer": elsewhere, "1 queue": {}, "2 engine": STAY}
     assert [engine.attributes["sluice.replica"] for engine in receiver.named("engine")] == ["p0", "d0"]
     assert (transfer.ended_s - transfer.began_s, chat.ended_s - chat.began_s) == pytest.approx((2.25, 7.0), abs=1e-5)
+
+
+async def test_an_answer_tells_what_its_first_replica_had_cached(receiver: Receiver) -> None:
+    def note(timing: RequestTiming, trail: Trail) -> None:
+        trail.found(48)
+        trail.found(64)  # by the replica on which it went on
+        timing.outcome = "stop"
+
+    await follow(note)
+    assert receiver.one("chat demo").attributes["gen_ai.usage.cache_read.input_tokens"] == 48
+
+
+def test_names_of_generative_ai_are_those_of_the_conventions() -> None:
+    texts = [path.read_text() for path in (ROOT / "deployments").rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"\"(gen_ai\.[\w.]+)\"", text)}
+    known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
+    assert len(used) > 5 and used <= known
+    operations = {*_OPERATIONS.values(), _OTHER_OPERATION}
+    assert operations <= {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
 
 
 async def test_a_request_that_never_was_sent_shows_its_wait_and_its_error(receiver: Receiver) -> None:
