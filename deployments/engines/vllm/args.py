@@ -74,11 +74,22 @@ def parse_vllm_args(argv: Sequence[str]) -> Namespace:
         raise
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"vllm_args: {error}") from error
+    if _backend_of_grammars(args) == "lm-format-enforcer":
+        raise ConfigError(
+            "vllm_args: --structured-outputs-config names the backend lm-format-enforcer, which does not work with "
+            "this vLLM: every request with a grammar would fail; name auto, xgrammar, guidance or outlines"
+        )
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     return args
+
+
+def _backend_of_grammars(args: Namespace) -> str:
+    """A file of arguments leaves a dictionary."""
+    config = args.structured_outputs_config
+    return str(config.get("backend", "auto") if isinstance(config, dict) else config.backend)
 
 
 def has_logits_processors(args: Namespace) -> bool:

@@ -202,6 +202,26 @@ def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
         parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
 
 
+@pytest.mark.parametrize("way", ["object", "dotted", "file"])
+def test_a_backend_of_grammars_that_cannot_work_is_refused_before_an_engine_starts(way: str, tmp_path: Path) -> None:
+    def naming(backend: str) -> list[str]:
+        option, value = "--structured-outputs-config", json.dumps({"backend": backend})
+        file = tmp_path / "grammars.yaml"
+        file.write_text(f"{option.lstrip('-')}: '{value}'\n")
+        given = {"object": [option, value], "dotted": [f"{option}.backend", backend], "file": ["--config", str(file)]}
+        return ["--model", "m", *given[way]]
+
+    with pytest.raises(ConfigError, match="name auto, xgrammar, guidance or outlines"):
+        parse_vllm_args(naming("lm-format-enforcer"))
+    for backend in ("xgrammar", "guidance", "outlines"):
+        parse_vllm_args(naming(backend))
+
+
+@pytest.mark.xfail(raises=ImportError, strict=True)
+def test_the_backend_of_grammars_that_is_refused_still_cannot_work() -> None:
+    import lmformatenforcer.integrations.vllm  # noqa: F401
+
+
 def test_a_model_that_embeds_is_refused_before_it_is_loaded() -> None:
     with pytest.raises(ConfigError, match="is a pooling model"):
         generating_config(parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--runner", "pooling"]))
