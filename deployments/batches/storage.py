@@ -23,7 +23,9 @@ class Storage:
     """Paths are relative to its folder, with slashes.
 
     Raises:
-        ConfigError: fsspec does not know the URL, or lacks the package for it.
+        ConfigError: fsspec does not know the URL, lacks the package for it, or the package does not take it.
+
+    Each of its methods raises OSError where the folder cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -31,8 +33,8 @@ class Storage:
             # Other processes write here too: a listing that was kept would not show what they did.
             self._fs: Any
             self._fs, self._root = url_to_fs(url, use_listings_cache=False)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"batches.folder cannot be used: {error}") from error
+        except Exception as error:  # of its package, of any kind
+            raise ConfigError(f"batches.folder cannot be used: {type(error).__name__}: {error}") from error
         self._is_local = isinstance(self._fs, LocalFileSystem)
 
     def _path(self, path: str) -> str:
@@ -40,15 +42,17 @@ class Storage:
 
     def read(self, path: str) -> bytes:
         """Raises FileNotFoundError."""
-        content: bytes = self._fs.cat_file(self._path(path))
+        with _as_os_error():
+            content: bytes = self._fs.cat_file(self._path(path))
         return content
 
     def exists(self, path: str) -> bool:
-        return bool(self._fs.isfile(self._path(path)))
+        with _as_os_error():
+            return bool(self._fs.isfile(self._path(path)))
 
     def chunks(self, path: str, start: int = 0) -> Iterator[bytes]:
         """From a byte on, CHUNK_BYTES at most at a time. Raises FileNotFoundError."""
-        with self._fs.open(self._path(path), "rb") as file:
+        with _as_os_error(), self._fs.open(self._path(path), "rb") as file:
             file.seek(start)
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
@@ -60,7 +64,7 @@ class Storage:
             FileNotFoundError: there is no such file.
         """
         # Files of object stores read whole lines only, however long.
-        with self._fs.open(self._path(path), "rb") as raw, io.BufferedReader(raw, CHUNK_BYTES) as file:
+        with _as_os_error(), self._fs.open(self._path(path), "rb") as raw, io.BufferedReader(raw, CHUNK_BYTES) as file:
             while line := file.readline(max_bytes + 1):
                 yield line
                 while len(line) > max_bytes and not line.endswith(b"\n"):
@@ -70,17 +74,15 @@ class Storage:
     def create(self, path: str, content: bytes) -> bool:
         """False, and nothing is written, where there is something already: of several that try, one succeeds."""
         target = self._path(path)
-        if not self._is_local:
-            try:
-                self._fs.pipe_file(target, content, mode="create")
-            except FileExistsError:
-                return False
-            return True
-        with self._part(target, [content]) as part:
-            try:
+        try:
+            if not self._is_local:
+                with _as_os_error():
+                    self._fs.pipe_file(target, content, mode="create")
+                return True
+            with self._part(target, [content]) as part:
                 os.link(part, target)  # unlike a rename it replaces nothing
-            except FileExistsError:
-                return False
+        except FileExistsError:
+            return False
         return True
 
     def write(self, path: str, chunks: Iterable[bytes]) -> int:
@@ -89,10 +91,11 @@ class Storage:
         if self._is_local:
             with self._part(target, chunks) as part:
                 os.replace(part, target)
-        else:
+            return os.path.getsize(target)
+        with _as_os_error():
             with self._fs.open(target, "wb") as file:
                 file.writelines(chunks)
-        return int(self._fs.size(target))
+            return int(self._fs.size(target))
 
     @contextmanager
     def _part(self, target: str, chunks: Iterable[bytes]) -> Iterator[str]:
@@ -112,7 +115,8 @@ class Storage:
     def names(self, folder: str) -> list[str]:
         """Names in a folder, sorted; none if there is no folder."""
         try:
-            found = self._fs.ls(self._path(folder), detail=False)
+            with _as_os_error():
+                found = self._fs.ls(self._path(folder), detail=False)
         except FileNotFoundError:
             return []
         names = (str(each).rstrip("/").rpartition("/")[2] for each in found)
@@ -121,11 +125,23 @@ class Storage:
     def size_of_folder(self, folder: str) -> int:
         """Bytes of all files in it and below."""
         try:
-            return int(self._fs.du(self._path(folder)))
+            with _as_os_error():
+                return int(self._fs.du(self._path(folder)))
         except FileNotFoundError:
             return 0
 
     def remove(self, path: str) -> None:
         """A file, or a folder with all that is in it; nothing where there is none."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), _as_os_error():
             self._fs.rm(self._path(path), recursive=True)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Packages for stores have errors of their own: adlfs fails with a bare RuntimeError where two write one blob."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 from deployments.config.section import LiveKey, Seconds, Section
 from deployments.process.log_settings import LogFormat, LogLevel, LogSettings, LogTarget
 
+# Stores in which of several that create an object one alone is told that it did: the log of a batch rests on that.
+_CREATING_ONCE = ("file", "local", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
+
 
 class KeysSection(Section):
     """API keys. Without a source here and without SLUICE_API_KEYS in the environment, anyone may ask."""
@@ -42,8 +45,8 @@ class BatchesSection(Section):
     """OpenAI's Batch API: files of requests that are answered within hours, by what other requests leave idle."""
 
     folder: str | None = None
-    """Where files and batches are kept: a path from the root, or any URL that fsspec knows, as s3://bucket/folder. All
-    nodes must see it. null has no Batch API."""
+    """Where files and batches are kept: a path from the root, or a URL of S3, Google Cloud Storage or Azure, as
+    s3://bucket/folder, for the package of fsspec that reads it. All nodes must see it. null has no Batch API."""
     slo_class: str = "offline"
     """The class of the requests of batches; one with `fills_idle` delays no other class."""
     max_file_bytes: int = Field(default=200 << 20, ge=1)
@@ -72,6 +75,12 @@ class BatchesSection(Section):
     def _is_the_same_in_every_process(cls, folder: str | None) -> str | None:
         if folder is not None and not re.match(r"/|[a-z][a-z0-9+.-]*://", folder):
             raise ValueError(f"must be a path from the root or a URL, got {folder!r}: processes have other folders")
+        scheme, colon, _ = (folder or "").partition("://")
+        if colon and scheme not in _CREATING_ONCE:
+            raise ValueError(
+                f"{scheme}:// cannot be used: two that create a file there at once may both be told that they did, so "
+                f"a batch could run twice; use a path from the root, or one of {', '.join(_CREATING_ONCE)}"
+            )
         return folder
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """The folder of batches, on a disk and in a store of objects."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,6 +31,28 @@ class RangeFileSystem(MemoryFileSystem):  # type: ignore[misc]
         return RangeFile(self, path, mode) if mode == "rb" else super()._open(path, mode, **options)
 
 
+class RefusingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """Its package takes no option of ours, as paramiko."""
+
+    protocol = "refusing"
+
+    def __init__(self, *, host: str) -> None:
+        super().__init__()
+
+
+class FailingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """Fails as adlfs does where two write one blob."""
+
+    protocol = "failing"
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("pipe_file", "cat_file", "_open", "ls", "isfile", "du", "rm"):
+            raise RuntimeError("Failed to upload block: InvalidBlobOrBlock!")
+        return super().__getattribute__(name)
+
+
+fsspec.register_implementation("refusing", RefusingFileSystem, clobber=True)
+fsspec.register_implementation("failing", FailingFileSystem, clobber=True)
 fsspec.register_implementation("ranges", RangeFileSystem, clobber=True)
 
 
@@ -104,3 +127,25 @@ def test_a_folder_is_removed_with_what_is_in_it_and_what_is_not_there_is_no_matt
 def test_a_url_that_cannot_be_used_is_named() -> None:
     with pytest.raises(ConfigError, match=r"batches\.folder"):
         Storage("nosuch://bucket")
+    with pytest.raises(ConfigError, match=r"batches\.folder cannot be used: TypeError"):
+        Storage("refusing://bucket")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage: storage.create("a", b""),
+        lambda storage: storage.write("a", [b""]),
+        lambda storage: storage.read("a"),
+        lambda storage: storage.exists("a"),
+        lambda storage: list(storage.chunks("a")),
+        lambda storage: list(storage.lines("a", 9)),
+        lambda storage: storage.names("a"),
+        lambda storage: storage.size_of_folder("a"),
+        lambda storage: storage.remove("a"),
+    ],
+    ids=["create", "write", "read", "exists", "chunks", "lines", "names", "size", "remove"],
+)
+def test_whatever_the_package_of_a_store_raises_is_an_os_error(call: Callable[[Storage], object]) -> None:
+    with pytest.raises(OSError, match="RuntimeError: Failed to upload block"):
+        call(Storage("failing://bucket"))

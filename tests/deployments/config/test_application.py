@@ -239,6 +239,8 @@ def test_a_folder_of_batches_is_the_same_in_every_process_or_refused() -> None:
     assert "'batches'" in refused(batches={"folder": "batches"})["batches.folder"]
     for folder in ("/mnt/batches", "s3://bucket/batches"):
         assert config(batches={"folder": folder}).batches.folder == folder
+    for folder in ("sftp://host/batches", "smb://host/batches", "webhdfs://host/batches", "https://host/batches"):
+        assert "use a path from the root" in refused(batches={"folder": folder})["batches.folder"]
 
 
 def test_batches_go_under_a_class_that_there_is_where_there_are_any() -> None:
