@@ -337,6 +337,15 @@ class Paced(Protocol):
         """Mean seconds, with the decodes of the same steps; None while it is not known."""
 
 
+@runtime_checkable
+class Targeted(Protocol):
+    """A batch policy that holds a target of its own, and says where it cannot."""
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """Which target not even its tightest bound keeps, and what it does then, in words; None where there is none."""
+
+
 def chunk_kv_tokens(tokens: int, computed_tokens: int) -> int:
     """Tokens of context that the tokens of a chunk read, summed over them: all computed before, and half the chunk."""
     return tokens * (2 * computed_tokens + tokens) // 2

@@ -112,6 +112,7 @@ def of_engines() -> list[Row]:
         "step_times": {"decode": {"base_s": 1.0}},
         "output_tokens": {"p50": 1.0},
         "background_failures": {"task": 1},
+        "out_of_reach": "in words",
     }
     return _exposed(engine_metrics.engine_exposition({"r": {**numbers, **words, **nested}}))
 

@@ -124,6 +124,7 @@ class Relay:
             is_healthy=lambda: self.healthy,
         )
         self._failed = False
+        self._out_of_reach: str | None = None
         self._stepped_s = time.monotonic()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -343,8 +344,15 @@ class Relay:
         except TimeoutError:
             return f"no step and no answer for {limit_s:g} s" if self._stepped_s < asked_s else None
         note(status)
+        self._tell(status.get("out_of_reach"))
         pass_s = status.get("pass_s", 0.0)
         return f"at one forward pass for {pass_s:.1f} s" if pass_s > limit_s else None
+
+    def _tell(self, out_of_reach: str | None) -> None:
+        """Log a target that its policy cannot keep, when that begins and when it is over."""
+        if out_of_reach != self._out_of_reach:
+            logger.warning("target out of reach: %s", out_of_reach or "no longer")
+            self._out_of_reach = out_of_reach
 
     def _give_up(self) -> None:
         """Ray Serve replaces a replica that is not healthy; its routers move its requests at once."""

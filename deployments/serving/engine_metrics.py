@@ -93,7 +93,14 @@ class _Collected:
         failures = CounterMetricFamily(
             "sluice_relay_background_failures", "Background tasks of its relay that failed.", labels=("replica", "task")
         )
+        target = GaugeMetricFamily(
+            "sluice_engine_target_out_of_reach",
+            "1 where not even the smallest batch or chunk keeps the target of a paper's rule; the status says which.",
+            labels=("replica",),
+        )
         for replica_id, status in self._statuses.items():
+            if "out_of_reach" in status:
+                target.add_metric((replica_id,), float(status["out_of_reach"] is not None))
             for kind, count in status.get("steps", {}).items():
                 steps.add_metric((replica_id, kind), count)
             for kind, form in status.get("step_times", {}).items():
@@ -103,4 +110,4 @@ class _Collected:
                 lengths.add_metric((replica_id, percentile), tokens)
             for task, count in status.get("background_failures", {}).items():
                 failures.add_metric((replica_id, task), count)
-        return [steps, fit, lengths, failures]
+        return [steps, fit, lengths, failures, target]

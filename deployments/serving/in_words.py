@@ -20,5 +20,7 @@ def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:
         return "it is leaving: it takes nothing more and ends what it has"
     if load.is_full:
         return "it has enough prompts to read"
+    if out_of_reach := engine.get("out_of_reach"):
+        return str(out_of_reach)
     takes = "it takes more" if load.credit > 0 else "all slots are in use"
     return _BOUNDS.get(engine.get("limited_by", ""), takes)

@@ -20,7 +20,7 @@ from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
 from policies.lengths.statistics import SurvivalLaw
-from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
+from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes, Targeted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,11 @@ class Auto:
     def seconds_per_prompt_token(self) -> float | None:
         """Seconds of reading one prompt token, decodes in between included; None while not known."""
         return self.latency.seconds_per_token if isinstance(self.latency, StepBudget) else None
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``. A promise of a request that cannot be kept binds nothing either, and counts as missed."""
+        return self.latency.out_of_reach if isinstance(self.latency, Targeted) else None
 
     def plan(self, state: BatchState) -> StepPlan:
         plans = [self.admission.plan(state)]

@@ -59,6 +59,14 @@ class ChunkSize:
     def chunk_tokens(self) -> int:
         return self._search.value
 
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``."""
+        if not self._search.out_of_reach:
+            return None
+        c = self.config
+        return f"a chunk of {c.min_chunk_tokens} tokens misses {c.itl_target_s:g} s a step, so no prompt is cut for it"
+
     def plan(self, state: BatchState) -> StepPlan:
         plan = capped_plan(state, state.slots, Limit.SLOTS, steps=min(STANDING_STEPS, self._window.steps_left))
         return plan._replace(max_prefill_tokens=self.chunk_tokens)

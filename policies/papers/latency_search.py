@@ -6,6 +6,10 @@ brackets with x * target / latency: for any latency a + c*x with a, c >= 0 the a
 side. So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
 What was believed to be safe gives way in steps that grow by four: one noisy window must not halve a batch.
 
+A target that x at its minimum still misses is out of reach: to cut then costs throughput and keeps no promise. So the
+search lets go: x is at its maximum, as if there were no target, until a window shows that the target can be kept, or
+until some windows have passed, after which it begins anew. It waits twice as long after every try in vain.
+
 What x really used proves safe is evidence whether the value binds or not: routers that are offered the value itself as
 room never make a queue, so that it would not be seen to bind for ever. Used comes from the load, so a low load proves
 little, and the value stays.
@@ -16,6 +20,10 @@ from math import ceil, floor
 
 from policies.types import LEAST_STEP_S, StepResult
 
+# One noisy window must not end a search.
+_MISSES = 2
+# Windows after which a search that has let go begins anew; a try in vain takes about eight, a hundredth of the most.
+_LEAST_REST, _MOST_REST = 64, 1024
 # epsilon_D / D_SLA: a latency so near its target is on it.
 _TOLERANCE_FRACTION = 0.04
 
@@ -25,14 +33,21 @@ class LatencySearch:
 
     Attributes:
         value: the present answer; low, high: where the true one is believed to be, low <= value <= high.
+        out_of_reach: not even the minimum keeps the target, and nothing is bounded.
     """
 
     def __init__(self, *, minimum: int, maximum: int, initial: int, target_s: float, stride: int) -> None:
         self._minimum, self._maximum, self._stride = minimum, maximum, stride
         self._target_s, self._tolerance_s = target_s, target_s * _TOLERANCE_FRACTION
-        self.value = min(max(initial, minimum), maximum)
-        self.low, self.high = minimum, maximum
+        self._initial = min(max(initial, minimum), maximum)
+        self._rest, self._next_rest = 0, _LEAST_REST
+        self._begin()
+
+    def _begin(self) -> None:
+        self.value, self.low, self.high = self._initial, self._minimum, self._maximum
         self._probe = self._drop = 1
+        self._misses = 0
+        self.out_of_reach = False
 
     def update(self, latency_s: float, used: float, *, binding: bool) -> None:
         """Move after one window of measurements.
@@ -44,12 +59,30 @@ class LatencySearch:
                 what lies between ``used`` and its bound.
         """
         bound = used * self._target_s / max(latency_s, LEAST_STEP_S)
-        if latency_s > self._target_s + self._tolerance_s:
+        missed = latency_s > self._target_s + self._tolerance_s
+        if self.out_of_reach:
+            self._rest -= 1
+            if not missed:
+                self._next_rest = _LEAST_REST
+            if missed and self._rest > 0:
+                return
+            self._begin()
+            if missed:
+                return
+        self._misses = self._misses + 1 if missed and self.value == self._minimum and used <= self._minimum else 0
+        if self._misses == _MISSES and self._minimum < self._maximum:
+            self._let_go()
+        elif missed:
             self._too_slow(bound, draining=used > self.value)
         elif latency_s >= self._target_s - self._tolerance_s:
             self._on_target(used)
         elif binding or bound > self.value:
             self._fast(max(used, bound))
+
+    def _let_go(self) -> None:
+        self.out_of_reach = True
+        self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)
+        self.value = self.high = self._maximum
 
     def _too_slow(self, bound: float, *, draining: bool) -> None:
         if draining and bound >= self.value:

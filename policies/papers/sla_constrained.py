@@ -6,6 +6,7 @@ Source: 001 (Pang, Li, Wang: memory-aware and SLA-constrained dynamic batching).
   but what the batch proves safe (1.12) and brackets with limit*SLA/latency: for any latency a + c*b with a >= 0 that
   lies between b and the answer, so an upward shift is met in a few updates.
 * Latency is the time between two tokens of a running request, prefill steps in between included.
+* A target that B_min misses cuts no batch (``policies.papers.latency_search``).
 * A cap below the running batch evicts nothing: relief comes from completions (1.7).
 """
 
@@ -67,6 +68,14 @@ class SlaConstrained:
     def limit(self) -> int:
         """B: requests that may run."""
         return self._search.value
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``."""
+        if not self._search.out_of_reach:
+            return None
+        c = self.config
+        return f"a batch of {c.min_batch_size} misses {c.itl_target_s:g} s between tokens, so no batch is cut for it"
 
     def plan(self, state: BatchState) -> StepPlan:
         return capped_plan(state, self.limit, Limit.SLA, steps=min(STANDING_STEPS, self._window.steps_left))

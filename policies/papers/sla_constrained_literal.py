@@ -56,10 +56,12 @@ class SlaConstrainedLiteral:
         self.low: float = config.min_batch_size
         self.high: float = config.max_batch_size
         self.limit = floor((self.low + self.high) / 2)
+        self._missed = False
 
     def update(self, latency_s: float, batch_size: float) -> None:
         """Lines 3 to 17: one step of the search from the recent mean latency and mean decode batch."""
         c, low, high = self.config, self.low, self.high
+        self._missed = latency_s > c.itl_target_s + c.tolerance_s
         if latency_s > c.itl_target_s + c.tolerance_s:
             self.high, self.low = max(batch_size, low + c.alpha), max(low - c.delta, c.min_batch_size)
         elif latency_s < c.itl_target_s - c.tolerance_s:
@@ -68,6 +70,14 @@ class SlaConstrainedLiteral:
             self.high = min(batch_size + c.alpha // 2, c.max_batch_size)
             self.low = max(batch_size - c.alpha // 2, c.min_batch_size)
         self.limit = floor((self.low + self.high) / 2)
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``. The printed rule goes on cutting."""
+        c = self.config
+        if not self._missed or self.limit > c.min_batch_size + c.delta:
+            return None
+        return f"a batch of {max(1, self.limit)} misses {c.itl_target_s:g} s between tokens; the rule goes on cutting"
 
     def plan(self, state: BatchState) -> StepPlan:
         decoding = state.running_count - state.prefilling_count

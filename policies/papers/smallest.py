@@ -2,7 +2,7 @@
 
 from policies.engine.plans import joined, narrowed_by
 from policies.errors import InputError
-from policies.types import BatchPolicy, BatchState, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, Targeted
 
 
 class Smallest:
@@ -18,6 +18,12 @@ class Smallest:
         if not policies:
             raise InputError("Smallest needs at least one policy")
         self.policies = policies
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``, of all of them."""
+        said = [policy.out_of_reach for policy in self.policies if isinstance(policy, Targeted)]
+        return "; ".join(filter(None, said)) or None
 
     def plan(self, state: BatchState) -> StepPlan:
         plans = [self.policies[0].plan(state)]

@@ -39,7 +39,7 @@ def _metric_names() -> set[str]:
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
     cache = ("kv_cache_usage_ratio", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
     numbers = dict.fromkeys((*moved, *cache, "preemptions"), 1)
-    status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory"}
+    status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory", "out_of_reach": None}
     of_batches = BatchMetrics().exposition().decode()
     text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode() + of_batches
     return set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE))

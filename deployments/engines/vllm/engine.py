@@ -104,6 +104,7 @@ class VllmEngine:
             cache_tokens=status["total_blocks"] * self._core.ready.block_size,
         )
         took_s = await measure(self, given, seconds)
+        await self.control({})  # a search for a batch size begins anew: what was measured was no traffic
         logger.info("measured what steps cost in %.1f s", took_s)
 
     async def load_adapters(self) -> None:

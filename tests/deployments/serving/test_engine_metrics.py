@@ -16,6 +16,7 @@ STATUS = {
     "output_tokens": {"p50": 80.0},
     "kv_held": 1,
     "kv_transfer_bytes": 4096,
+    "out_of_reach": "a batch of 1 misses 0.001 s between tokens",
     "background_failures": {"heartbeat": 2},
 }
 
@@ -34,6 +35,7 @@ def test_every_figure_stands_under_its_replica() -> None:
     assert samples[("sluice_engine_kv_held", "a")] == 1
     assert samples[("sluice_engine_kv_transfer_bytes_total", "a")] == 4096
     assert samples[("sluice_relay_background_failures_total", "a", "heartbeat")] == 2
+    assert samples[("sluice_engine_target_out_of_reach", "a")] == 1
     assert not [key for key in samples if "b" in key[1:]]
 
 

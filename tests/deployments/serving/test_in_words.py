@@ -17,6 +17,7 @@ from router.state_store import ReplicaLoad
         ({"running": 4}, {"limited_by": "memory"}, "the KV cache bounds the batch"),
         ({}, {"limited_by": "sla"}, "a promised time per token bounds the batch"),
         ({"unread_tokens": 8, "max_unread_tokens": 8}, {"limited_by": "sla"}, "it has enough prompts to read"),
+        ({}, {"limited_by": "sla", "out_of_reach": "a batch of 1 misses"}, "a batch of 1 misses"),
         ({"slots": 0}, {}, "it is leaving: it takes nothing more and ends what it has"),
         ({"slots": 0}, {"error": "it hangs"}, "it hangs"),
     ],

@@ -283,9 +283,16 @@ class TestSlaConstrained:
         loose = SlaConstrained(SlaConstrainedConfig(itl_target_s=1.0, max_batch_size=512))
         drive(loose, 60)
         assert loose.limit == 512
-        tight = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.001, min_batch_size=3))
+        tight = SlaConstrained(SlaConstrainedConfig(itl_target_s=seed_latency_s(3), min_batch_size=3))
         drive(tight, 60)
-        assert tight.limit == 3
+        assert 3 <= tight.limit < 10 and tight.out_of_reach is None
+
+    def test_a_target_that_its_least_batch_misses_cuts_no_batch_and_is_told(self) -> None:
+        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.001, min_batch_size=3))
+        drive(policy, 30)
+        assert policy.limit == policy.config.max_batch_size
+        assert policy.out_of_reach == "a batch of 3 misses 0.001 s between tokens, so no batch is cut for it"
+        assert Smallest(policy).out_of_reach == policy.out_of_reach
 
     def test_an_upward_shift_is_met_in_a_few_updates(self) -> None:
         policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies.engine.auto import Auto
-from policies.types import BatchPolicy, BatchState, Phase, StepPlan, StepResult
+from policies.types import BatchPolicy, BatchState, Phase, StepPlan, StepResult, Targeted
 
 _QUANTILES = (0.5, 0.9, 0.99)
 
@@ -51,10 +51,11 @@ class Telemetry:
         }
 
     def of_policy(self, policy: BatchPolicy, state: BatchState) -> dict[str, Any]:
-        """Step-time fit in seconds, quantiles of the output length, and where there may be phases, their length. Of
-        another policy nothing of this is known."""
+        """A target that is out of reach, step-time fit in seconds, quantiles of the output length, and where there may
+        be phases, their length. Of another policy only the first may be known."""
+        said = {"out_of_reach": policy.out_of_reach} if isinstance(policy, Targeted) else {}
         if not isinstance(policy, Auto):
-            return {}
+            return said
         phases, law = policy.phases, policy.law
         times = phases.model.times()
         forms = {} if times is None else {kind: getattr(times, kind) for kind in ("prefill", "decode", "mixed")}
@@ -62,6 +63,7 @@ class Telemetry:
         k = phases.refill(phases.exclusive_slots(state.slots))
         cycle = {} if policy.config.mode == "mixed" else {"phase_steps": phases.phase_length.steps, "refill": k}
         return {
+            **said,
             **cycle,  # in "mixed" the policy does not look for one
             "exclusive": phases.exclusive,
             "overcommit": policy.overcommit,
