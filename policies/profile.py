@@ -16,15 +16,16 @@ decode form, beta_d(context) = decode_s + kv_s * context by least squares.
 Departure: fitted overheads below zero (a prefill whose cost bends upwards gives such lines) become 0.
 """
 
-import csv
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 
 from policies.engine.step_time import joined
 from policies.errors import ConfigError, InputError
+from policies.strict_text import csv_rows
 from policies.types import StepCoefficients, StepTimes
 
 COLUMNS = (
@@ -71,7 +72,7 @@ def parse_profile(lines: Iterable[str], name: str) -> list[ProfileRow]:
         InputError: a column is missing, or a number cannot be read.
     """
     rows = []
-    for number, line in enumerate(csv.DictReader(lines), start=2):
+    for number, line in csv_rows(lines, name):
         try:
             rows.append(_row(line))
         except (KeyError, TypeError, ValueError) as error:
@@ -85,10 +86,10 @@ def _row(line: dict[str, str]) -> ProfileRow:
         model=line["model"],
         gpu=line["gpu"],
         tensor_parallel=int(line["tp"] or 1),
-        prefill_overhead_s=float(line["alpha_p_ms"]) * 1e-3,
-        prefill_s_per_token=float(line["beta_p_ms_per_token"]) * 1e-3,
-        decode_overhead_s=float(line["alpha_d_ms"]) * 1e-3,
-        decode_s_per_request=float(line["beta_d_ms_per_seq"]) * 1e-3,
+        prefill_overhead_s=_seconds(line["alpha_p_ms"]),
+        prefill_s_per_token=_seconds(line["beta_p_ms_per_token"]),
+        decode_overhead_s=_seconds(line["alpha_d_ms"]),
+        decode_s_per_request=_seconds(line["beta_d_ms_per_seq"]),
         context_tokens=_context_tokens(line["decode_range"]),
         mixed=_mixed_form(line),
     )
@@ -97,10 +98,16 @@ def _row(line: dict[str, str]) -> ProfileRow:
 def _mixed_form(line: dict[str, str]) -> StepCoefficients | None:
     if not line.get(MIXED_COLUMNS[0]):
         return None
-    overhead, prefill, decode, kv, interference = (1e-3 * float(line[name]) for name in MIXED_COLUMNS)
+    overhead, prefill, decode, kv, interference = (_seconds(line[name]) for name in MIXED_COLUMNS)
     return StepCoefficients(
         overhead_s=overhead, prefill_s=prefill, decode_s=decode, kv_s=kv, interference_s=interference
     )
+
+
+def _seconds(milliseconds: str) -> float:
+    if not isfinite(number := float(milliseconds)):
+        raise ValueError(f"{milliseconds} is no number")
+    return number * 1e-3
 
 
 def _context_tokens(decode_range: str) -> float | None:

@@ -14,13 +14,14 @@ safer on code and mathematics than a multiple of words.
 
 import gzip
 import hashlib
-import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from policies.errors import InputError
+from policies.strict_text import json_lines
 
 CHARS_PER_TOKEN = 4.0
 CUT_FRACTION = 0.97  # tokens counted by characters miss a limit by a little
@@ -52,17 +53,16 @@ def read_samples(paths: Iterable[Path]) -> list[Sample]:
 def _read(path: Path) -> Iterator[Sample]:
     try:
         with open_text(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _sample(line, source_name(path), f"{path}:{number}")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+            for number, row in json_lines(lines, str(path)):
+                yield _sample(row, source_name(path), f"{path}, line {number}")
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from error
 
 
 def open_text(path: Path) -> TextIO:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
 
 
 def source_name(path: Path) -> str:
@@ -71,10 +71,10 @@ def source_name(path: Path) -> str:
     return name.removesuffix("_train").removesuffix("_test")
 
 
-def _sample(line: str, source: str, place: str) -> Sample:
+def _sample(row: dict[str, Any], source: str, place: str) -> Sample:
     try:
-        row = json.loads(line)
         prompt, tokens = row["prompt"], _tokens(row)
+        is_cut = _is_cut(row, tokens)
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{place} is no sample with prompt and output_tokens or output_chars: {error!r}") from error
     if not isinstance(prompt, str) or not 0.0 <= tokens < float("inf"):
@@ -84,21 +84,27 @@ def _sample(line: str, source: str, place: str) -> Sample:
         output_tokens=max(tokens, 1.0),
         model=str(row.get("model") or ""),
         source=source,
-        is_cut=_is_cut(row, tokens),
+        is_cut=is_cut,
     )
 
 
 def _tokens(row: dict[str, Any]) -> float:
     if row.get("output_tokens") is not None:
-        return float(row["output_tokens"])
-    return float(row["output_chars"]) / CHARS_PER_TOKEN
+        return _number(row["output_tokens"])
+    return _number(row["output_chars"]) / CHARS_PER_TOKEN
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise TypeError(f"{value} is no number")
+    return float(value)
 
 
 def _is_cut(row: dict[str, Any], tokens: float) -> bool:
     if row.get("finish_reason") is not None:
         return bool(row["finish_reason"] == "length")
     limit = row.get("max_tokens") or row.get("max_new_tokens")
-    return limit is not None and tokens >= CUT_FRACTION * float(limit)
+    return limit is not None and tokens >= CUT_FRACTION * _number(limit)
 
 
 def split_by_prompt(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,7 +38,8 @@ from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
 from simulator.report import Target, check_classes, check_targets, parse_target, summary, table
 from simulator.run_page import run_page
-from simulator.workload import Workload, arrival_law, length_law, read_workload, synthetic
+from simulator.traces import read_workload
+from simulator.workload import Workload, arrival_law, length_law, synthetic
 
 DEFAULT_ENGINE = "kernels_rtxpro6000_llama-3.1-8b"
 DEFAULT_TARGET = "*:2:0.1"
@@ -54,8 +56,10 @@ examples:
   sluice simulate --batch auto --batch-args '{"mode": "exclusive", "papers": {"phase_rule": "threshold"}}'
   sluice simulate --engine steps.csv --cache-tokens 40000  on your own engine, from its measured steps
 
-A trace is CSV (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s, slo_class,
-predicted_output_tokens, reusable_prefix_tokens, api_key if you have them. `--list-engines` lists the built-in engines;
+A trace is CSV or JSON Lines (gzipped or not) with the columns prompt_tokens and output_tokens, and arrival_s,
+slo_class, predicted_output_tokens, reusable_prefix_tokens, api_key if you have them. Traces of Azure, BurstGPT,
+Mooncake, ServeGen and ShareGPT are read as they are, and so is what guidellm, inference-perf and `vllm bench serve`
+write of each request (docs/guides/simulate.md). `--list-engines` lists the built-in engines;
 a calibration of your own is a CSV file with a row per step (prefill_tokens, decode_requests, kv_tokens, step_s)."""
 
 _PLAN_EPILOG = """\
@@ -287,9 +291,13 @@ def _workload(options: argparse.Namespace) -> Workload:
     """Also settles `arrivals`, whose default depends on the trace."""
     rng = np.random.default_rng(options.seed)
     if options.trace:
-        workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens)
+        options.told = list[str]()
+        workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens, tell=options.told.append)
         workload = workload.head(options.requests) if options.requests else workload
+        if not options.arrivals and not workload.rate:
+            options.told.append("it has no arrival times: requests come as by --arrivals poisson:4, unless you say how")
         options.arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
+        print("".join(f"{options.trace}: {each}\n" for each in options.told), end="", file=sys.stderr)
     else:
         laws = length_law(options.prompts), length_law(options.outputs)
         workload = synthetic("made-up requests", *laws, options.requests or 2000, rng)

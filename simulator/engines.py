@@ -10,14 +10,14 @@ step_s), to which `StepTimeModel` is fitted, or a JSON file with the coefficient
 after vLLM's default share of memory; what activations and CUDA graphs take is not subtracted.
 """
 
-import csv
-import json
 from dataclasses import dataclass
 from functools import cache
+from math import isfinite
 from pathlib import Path
 
 from policies.errors import ConfigError, InputError
 from policies.profile import COLUMNS, ProfileRow, step_times
+from policies.strict_text import csv_rows, json_value
 from policies.types import Phase, StepCoefficients, StepTimes
 from simulator.engine import StepClock
 from simulator.kernels import DATA, built_in, built_in_clock, fitted, linear_fit
@@ -143,12 +143,14 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
     """
     try:
         if path.suffix == ".json":
-            return _coefficients(json.loads(path.read_text()))
+            return _coefficients(json_value(path.read_text()))
         with opened(path) as file:
-            reader = csv.DictReader(file)
-            if set(COLUMNS) <= set(reader.fieldnames or ()):
-                return calibrated(path), None
-            return fitted([_step(row) for row in reader]), None
+            rows = list(csv_rows(file, str(path)))
+        if rows and rows[0][1].keys() >= set(COLUMNS):
+            return calibrated(path), None
+        return fitted([_step(row, f"{path}, line {line}") for line, row in rows]), None
+    except InputError:  # a ValueError too
+        raise
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"cannot read the calibration {path}: {error!r}") from error
 
@@ -159,5 +161,11 @@ def _coefficients(found: dict[str, dict[str, float]]) -> tuple[StepTimes, int | 
     return StepTimes(**forms), None if cache_tokens is None else int(str(cache_tokens))
 
 
-def _step(row: dict[str, str]) -> tuple[int, int, int, float]:
-    return int(row["prefill_tokens"]), int(row["decode_requests"]), int(row["kv_tokens"]), float(row["step_s"])
+def _step(row: dict[str, str], place: str) -> tuple[int, int, int, float]:
+    try:
+        step = int(row["prefill_tokens"]), int(row["decode_requests"]), int(row["kv_tokens"]), float(row["step_s"])
+    except (KeyError, ValueError) as error:
+        raise InputError(f"{place} is no step: {error!r}") from error
+    if not isfinite(step[3]) or min(step) < 0:
+        raise InputError(f"{place} is no step: {row}")
+    return step

@@ -23,6 +23,7 @@ def traffic(options: argparse.Namespace, workload: Workload) -> Group:
     return {
         "requests": f"{len(workload):,} of {options.trace or workload.name}",
         **drawn,
+        **({"its file": "; ".join(options.told)} if options.trace and options.told else {}),
         "arrivals": _arrivals(options),
         "rate": "all at once" if rate is None else f"{shown_number(rate)} requests/s",
         "prompt": _lengths(workload.prompt_tokens),

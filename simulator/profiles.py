@@ -12,7 +12,10 @@ from policies.types import StepTimes
 
 def opened(path: Path) -> AbstractContextManager[IO[str]]:
     """The text of a file, gzipped or not, as the csv module wants it."""
-    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
+    encoding = "utf-8-sig"  # without the mark at the beginning that some programs write
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", newline="", encoding=encoding)
+    return path.open(newline="", encoding=encoding)
 
 
 def read_profile(path: Path) -> list[ProfileRow]:

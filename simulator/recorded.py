@@ -5,8 +5,7 @@ Sluice, for both are servers of OpenAI's API. CSV, gzipped or not, has the colum
 Times are seconds on one clock.
 """
 
-import csv
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from policies.errors import InputError
+from policies.strict_text import csv_rows, json_value
 from policies.types import FloatArray
 from simulator.profiles import opened
 
@@ -29,7 +29,10 @@ def read_run(path: Path) -> Record:
         InputError: the file cannot be read, lacks a column, or holds no request that was answered.
     """
     try:
-        record = _bench(json.loads(path.read_text())) if path.suffix == ".json" else columns(path, COLUMNS)
+        is_bench = path.suffix == ".json"
+        record = _bench(json_value(path.read_text(), texts=False)) if is_bench else columns(path, COLUMNS)
+    except InputError:  # a ValueError too
+        raise
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"cannot read the run {path}: {error!r}; it needs {_needs(path)}") from error
     answered = record["output_tokens"] >= 1
@@ -45,10 +48,21 @@ def columns(path: Path, names: Sequence[str]) -> Record:
 
     Raises:
         OSError, KeyError, ValueError: the file or a column is not there, or holds something else.
+        InputError: a row has more or fewer fields than there are columns, or a field that is no number; with the line.
     """
     with opened(path) as file:
-        rows = list(csv.DictReader(file))
-    return {name: np.array([float(row[name]) for row in rows]) for name in names}
+        rows = list(csv_rows(file, str(path)))
+    return {name: np.array([_number(path, line, name, row[name]) for line, row in rows]) for name in names}
+
+
+def _number(path: Path, line: int, name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{path}, line {line}: {name} is {text!r}, which is no number")
+    return number
 
 
 def _bench(found: dict[str, Any]) -> Record:

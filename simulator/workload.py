@@ -1,33 +1,17 @@
-"""What arrives: traces and length sets from files, and synthetic laws, all as columns of one table.
+"""What arrives, as columns of one table, and synthetic laws of it. Out of files it comes by `simulator.traces`; what a
+file does not have, arrivals or prompts, comes from a law."""
 
-One reader takes every file whose columns it can name: CSV (gzipped or not) with a row per request, CSV of length
-probabilities (`kind,tokens_upto,probability`), and JSON Lines of prompts. Lengths in words or characters become tokens
-by plain factors, which are guesses: files with token counts go before. What a file does not have, arrivals or prompts,
-comes from a law.
-"""
-
-import csv
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import numpy as np
 from numpy.random import Generator
 
 from policies.errors import InputError
 from policies.types import FloatArray, IntArray
-from simulator.profiles import opened
 from simulator.requests import Request
-
-MAX_ROWS = 5_000_000
-_ARRIVAL = ("arrival_s", "t_in_session_s")
-_CLASS = ("slo_class", "class", "client", "agent_kind", "source")
-# Suffix of a column and tokens per unit, the surest first: 1.33 per word holds for plain English only.
-_UNITS = (("tokens", 1.0), ("chars", 0.25), ("words", 1.33))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -183,116 +167,6 @@ def mixed(name: str, *parts: Workload) -> Workload:
         predicted_output_tokens=join([part.predicted_output_tokens for part in parts]),
         slo_class=[part.name for part in parts for _ in range(len(part))],
     )
-
-
-def read_workload(path: Path, *, rng: Generator, prompt_tokens: int | None = None) -> Workload:
-    """Any file of requests or of lengths. Without arrival times in it, all arrive at once.
-
-    Sessions of unknown start begin evenly over the first hour, drawn by rng.
-
-    Args:
-        prompt_tokens: for files without prompts.
-
-    Raises:
-        InputError: the file cannot be read, or lacks a column that is needed; the message says which.
-    """
-    name = path.name.split(".")[0]
-    try:
-        with opened(path) as file:
-            if ".jsonl" in path.name:
-                return _of_rows(name, _json_rows(file), rng, prompt_tokens)
-            reader = csv.DictReader(file)
-            if reader.fieldnames and "probability" in reader.fieldnames:
-                return _of_probabilities(name, list(reader), rng)
-            return _of_rows(name, reader, rng, prompt_tokens)
-    except (OSError, UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {error}") from error
-
-
-def _json_rows(file: IO[str]) -> Iterator[dict[str, str]]:
-    for line in file:
-        row = json.loads(line)
-        yield {**row, "prompt_chars": str(len(row["prompt"]))} if "prompt" in row else row
-
-
-def _of_rows(name: str, rows: Iterable[Mapping[str, str]], rng: Generator, prompt_tokens: int | None) -> Workload:
-    listed = list(islice(rows, MAX_ROWS + 1))
-    if len(listed) > MAX_ROWS:
-        raise InputError(f"more than {MAX_ROWS} rows")
-    # JSON rows need not all have the same keys.
-    columns = dict.fromkeys(column for row in listed for column in row)
-    table = {column: [row.get(column, "") for row in listed] for column in columns}
-    outputs = _lengths(table, "output")
-    if outputs is None:
-        raise InputError(f"needs output_tokens (or _chars, _words), has {', '.join(table) or 'no rows'}")
-    prompts = _lengths(table, "prompt")
-    prompts = _lengths(table, "context") if prompts is None else prompts
-    if prompts is None:
-        if prompt_tokens is None:
-            raise InputError("has no prompt lengths: name one with prompt_tokens (--prompt-tokens)")
-        prompts = np.full(len(outputs), prompt_tokens)
-    label = next((column for column in _CLASS if column in table), None)
-    return Workload.of(
-        name,
-        _arrivals(table, len(outputs), rng),
-        prompts,
-        outputs,
-        cached_tokens=_column(table, "reusable_prefix_tokens", missing=0.0),
-        predicted_output_tokens=_column(table, "predicted_output_tokens", missing=math.nan),
-        slo_class=table[label] if label else None,
-        session=_sessions(table),
-        api_key=table.get("api_key"),
-    )
-
-
-def _column(table: Mapping[str, list[str]], name: str, *, missing: float) -> FloatArray | None:
-    """``missing`` where a row has nothing there; None where no row has."""
-    if name not in table:
-        return None
-    return np.array([missing if value in (None, "") else float(value) for value in table[name]])
-
-
-def _sessions(table: Mapping[str, list[str]]) -> list[str] | None:
-    """By what they share: the agents of a session have prompts of their own."""
-    if "session" not in table or "reusable_prefix_tokens" not in table:
-        return None
-    agents = table.get("agent", [""] * len(table["session"]))
-    return [f"{session}/{agent}" for session, agent in zip(table["session"], agents, strict=True)]
-
-
-def _lengths(table: Mapping[str, list[str]], what: str) -> IntArray | None:
-    for suffix, factor in _UNITS:
-        values = table.get(f"{what}_{suffix}")
-        if values is not None and all(value not in (None, "") for value in values):
-            return np.rint(np.array([float(value) for value in values]) * factor).astype(np.int64)
-    return None
-
-
-def _arrivals(table: Mapping[str, list[str]], count: int, rng: Generator) -> FloatArray:
-    column = next((name for name in _ARRIVAL if name in table), None)
-    if column is None:
-        return np.zeros(count)
-    times = np.array([float(value) for value in table[column]])
-    if column == "arrival_s":
-        return times
-    _, session = np.unique(np.array(table["session"]), return_inverse=True)
-    starts = rng.uniform(0.0, 3600.0, int(session.max()) + 1)
-    return np.asarray(times + starts[session])
-
-
-def _of_probabilities(name: str, rows: list[dict[str, str]], rng: Generator, count: int = 100_000) -> Workload:
-    """Prompts and outputs drawn independently of each other from published probabilities."""
-    drawn = {}
-    for kind in ("prompt", "output"):
-        mine = [row for row in rows if row["kind"] == kind]
-        upto = np.array([int(float(row["tokens_upto"])) for row in mine])
-        weight = np.array([float(row["probability"]) for row in mine])
-        cell = rng.choice(len(upto), size=count, p=weight / weight.sum())
-        low = np.concatenate(([0], upto[:-1]))
-        drawn[kind] = low[cell] + 1 + (rng.random(count) * (upto - low)[cell]).astype(np.int64)
-    return Workload.of(name, np.zeros(count), drawn["prompt"], drawn["output"])
 
 
 Law = Callable[[Generator, int], FloatArray]

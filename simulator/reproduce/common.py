@@ -19,7 +19,8 @@ from simulator.cluster import ClusterConfig, Run, run
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.predictors import predicted
-from simulator.workload import Workload, read_workload
+from simulator.traces import read_workload
+from simulator.workload import Workload
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")

@@ -28,7 +28,8 @@ from simulator.predictors import predicted
 from simulator.presets import FEATURES, system, without
 from simulator.report import Target, attainment
 from simulator.reproduce.common import Setting, mean, table
-from simulator.workload import Workload, gamma_bursts, length_law, read_workload, synthetic
+from simulator.traces import read_workload
+from simulator.workload import Workload, gamma_bursts, length_law, synthetic
 
 ENGINE = "Llama-3.1-8B@h100_sxm"
 TARGETS = {"interactive": Target(ttft_s=0.5, tpot_s=0.03), "standard": Target(ttft_s=5.0, tpot_s=0.1)}

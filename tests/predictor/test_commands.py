@@ -135,8 +135,22 @@ def test_a_log_and_prompts_with_nothing_in_common_are_refused(tmp_path: Path) ->
     with pytest.raises(SystemExit, match="kept under X-Request-Id"):
         cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])
     prompts.write_text('{"request_id": "a"}\n')
-    with pytest.raises(SystemExit, match="prompts.jsonl:1 is no object"):
+    with pytest.raises(SystemExit, match="prompts.jsonl, line 1 has no request_id and prompt"):
         cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])
+
+
+def test_an_id_that_stands_for_two_answers_is_left_out_and_one_for_two_prompts_refused(tmp_path: Path) -> None:
+    log, prompts, out = tmp_path / "router.log", tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [{"request_id": name, "output_tokens": at + 5, "outcomes": ["stop"]} for at, name in enumerate("aba")]
+    log.write_text("\n".join(json.dumps(row) for row in rows))
+    kept = [json.dumps({"request_id": name, "prompt": name}) for name in "ab"]
+    words = ["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(out)]
+    prompts.write_text("\n".join(kept))
+    cli.main(words)
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["b"]
+    prompts.write_text("\n".join([*kept, "", kept[1]]))
+    with pytest.raises(SystemExit, match="line 4: the request_id of line 2 again"):
+        cli.main(words)
 
 
 def test_what_is_not_named_stays_as_it_is() -> None:

@@ -56,12 +56,24 @@ def test_compressed_files_are_read_and_parts_of_a_set_share_its_name(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "line", ["no json", '{"prompt": "p"}', '{"output_tokens": 3}', '{"prompt": 1, "output_tokens": 3}', "[]"]
+    "line",
+    [
+        "no json",
+        "[]",
+        '{"prompt": "p"}',
+        '{"output_tokens": 3}',
+        '{"prompt": 1, "output_tokens": 3}',
+        '{"prompt": "p", "output_tokens": NaN}',
+        '{"prompt": "p", "output_tokens": true}',
+        '{"prompt": "p", "output_tokens": 3, "max_tokens": "many"}',
+        '{"prompt": "p", "output_tokens": 3, "output_tokens": 4}',
+        '{"prompt": "half of a pair: \\ud800", "output_tokens": 3}',
+    ],
 )
 def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f'{{"prompt": "p", "output_tokens": 3}}\n{line}\n')
-    with pytest.raises(InputError, match="bad.jsonl:2"):
+    with pytest.raises(InputError, match="bad.jsonl, line 2"):
         read_samples([path])
 
 

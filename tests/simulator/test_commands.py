@@ -84,6 +84,17 @@ def test_a_report_is_one_file_and_needs_no_matplotlib(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [report] and "Time to first token" in report.read_text()
 
 
+def test_what_was_made_of_a_trace_is_printed_and_stands_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, page = tmp_path / "mine.csv", tmp_path / "report.html"
+    trace.write_text("prompt_tokens,output_tokens,colour\n10,20,red\n30,40,blue\n")
+    run("simulate", "--trace", str(trace), "--html", str(page))
+    errors, report = capsys.readouterr().err, page.read_text()
+    for said in ("passed over: colour", "it has no arrival times: requests come as by --arrivals poisson:4"):
+        assert said in errors and said in report
+
+
 def test_a_trace_is_simulated_with_its_own_times_and_classes(tmp_path: Path) -> None:
     trace, out = tmp_path / "mine.csv", tmp_path / "out.json"
     rows = [f"{0.1 * n},200,{20 + n},{'chat' if n % 2 else 'batch'}" for n in range(40)]

@@ -1,7 +1,4 @@
-"""Reading and making workloads, and predictions with errors."""
-
-import gzip
-from pathlib import Path
+"""Making workloads, and predictions with errors."""
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from simulator.workload import (
     length_law,
     mixed,
     poisson,
-    read_workload,
     square_wave,
     synthetic,
 )
@@ -29,109 +25,6 @@ def rng() -> np.random.Generator:
 
 def made(rng: np.random.Generator, count: int = 1000, output: str = "exponential:100") -> Workload:
     return synthetic("made", length_law("uniform:10:90"), length_law(output), count, rng)
-
-
-def test_a_trace_is_read_with_all_its_columns(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "trace.csv.gz"
-    text = "arrival_s,prompt_tokens,output_tokens,reusable_prefix_tokens,client\n5.0,10,20,0,a\n3.0,30,40,16,b\n"
-    path.write_bytes(gzip.compress(text.encode()))
-    read = read_workload(path, rng=rng)
-    assert read.arrival_s.tolist() == [0.0, 2.0]
-    assert read.prompt_tokens.tolist() == [30, 10]
-    assert read.cached_tokens.tolist() == [16, 0]
-    assert read.slo_class == ("b", "a")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "prompt_tokens", "output_tokens"),
-    [
-        ("words.csv", "prompt_words,output_words,output_tokens\n100,100,7\n", [133], [7]),
-        ("chars.jsonl", '{"prompt": "aaaaaaaa", "output_chars": 80, "output_words": 9}\n', [2], [20]),
-        ("said.jsonl", '{"prompt_chars": 400, "output_tokens": 5}\n', [100], [5]),
-        (
-            "of_unequal_keys.jsonl",
-            '{"prompt": "aaaa", "output_chars": 40, "output_tokens": 7}\n{"prompt": "b", "output_chars": 80}\n',
-            [1, 1],
-            [10, 20],
-        ),
-    ],
-    ids=["words", "characters", "told", "rows of unequal keys"],
-)
-def test_words_and_characters_become_tokens_where_not_all_rows_have_tokens(
-    name: str, text: str, prompt_tokens: list[int], output_tokens: list[int], tmp_path: Path, rng: np.random.Generator
-) -> None:
-    (tmp_path / name).write_text(text)
-    read = read_workload(tmp_path / name, rng=rng)
-    assert (read.prompt_tokens.tolist(), read.output_tokens.tolist()) == (prompt_tokens, output_tokens)
-
-
-def test_sessions_start_within_an_hour_and_keep_their_own_times(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "sessions.csv"
-    rows = "".join(f"s{n},{t},10,5\n" for n in range(20) for t in (0.0, 7.5))
-    path.write_text("session,t_in_session_s,prompt_tokens,output_tokens\n" + rows)
-    read = read_workload(path, rng=rng)
-    assert len(read) == 40 and 1800 < read.arrival_s[-1] < 3608
-
-
-def test_published_probabilities_are_drawn_from(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "pmf.csv"
-    path.write_text("kind,tokens_upto,probability\nprompt,10,1.0\noutput,1,0.25\noutput,101,0.75\n")
-    read = read_workload(path, rng=rng)
-    assert read.output_tokens.mean() == pytest.approx(0.25 * 1 + 0.75 * 51.5, rel=0.02)
-    assert read.prompt_tokens.min() == 1 and read.prompt_tokens.max() == 10
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("bare.csv", "output_tokens\n5\n"), ("bare.jsonl", '{"output_tokens": 5}\n')],
-    ids=["csv", "jsonl"],
-)
-def test_a_file_without_prompts_takes_the_prompt_tokens_given(
-    name: str, text: str, tmp_path: Path, rng: np.random.Generator
-) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(InputError, match="--prompt-tokens"):
-        read_workload(path, rng=rng)
-    assert read_workload(path, rng=rng, prompt_tokens=64).prompt_tokens.tolist() == [64]
-
-
-def test_a_file_without_outputs_is_refused(tmp_path: Path, rng: np.random.Generator) -> None:
-    path = tmp_path / "bare.csv"
-    path.write_text("prompt_tokens\n5\n")
-    with pytest.raises(InputError, match="needs output_tokens"):
-        read_workload(path, rng=rng)
-    path.write_text("prompt_tokens,output_tokens\n5,many\n")
-    with pytest.raises(InputError, match="many"):
-        read_workload(path, rng=rng)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        (
-            "trace.csv",
-            "prompt_tokens,output_tokens,predicted_output_tokens,reusable_prefix_tokens\n5,10,,\n5,10,12.5,4\n",
-        ),
-        (
-            "trace.jsonl",
-            '{"prompt": "abcd", "output_tokens": 10, "predicted_output_tokens": null}\n'
-            '{"prompt": "abcd", "output_tokens": 10, "predicted_output_tokens": 12.5, "reusable_prefix_tokens": 4}\n',
-        ),
-    ],
-)
-def test_where_a_prediction_or_a_prefix_is_missing_there_is_none(
-    tmp_path: Path, rng: np.random.Generator, name: str, text: str
-) -> None:
-    (tmp_path / name).write_text(text)
-    read = read_workload(tmp_path / name, rng=rng)
-    assert [request.predicted_output_tokens for request in read.requests()] == [None, 12.5]
-    assert read.cached_tokens.tolist() == [0, 4]
-
-
-def test_a_missing_file_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
-    with pytest.raises(InputError, match="nowhere.csv"):
-        read_workload(tmp_path / "nowhere.csv", rng=rng)
 
 
 def test_arrival_laws_keep_their_rate_and_their_spread(rng: np.random.Generator) -> None:
