@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from deployments.config.application import AppConfig
 from deployments.config.model import DEMO
+from deployments.config.yaml_text import load_yaml
 from policies.errors import ConfigError
 
 PRESETS = {"papers": Path(__file__).parents[1] / "configs" / "papers.yaml"}
@@ -16,8 +15,8 @@ PRESETS = {"papers": Path(__file__).parents[1] / "configs" / "papers.yaml"}
 def read_settings(path: Path) -> dict[str, Any]:
     """Raises ConfigError that names a file that cannot be read, or holds no mapping."""
     try:
-        settings = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        settings = load_yaml(path.read_text())
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, as under `args` in deployments/configs/local.yaml")

@@ -18,6 +18,7 @@ from deployments.config.vllm_args import (
     NOT_FOR_TRANSFORMERS,
     PARALLEL,
     gpus_used,
+    named_twice,
     options,
     why_refused,
     without,
@@ -91,6 +92,8 @@ class ModelSection(Section):
         for arg in argv:
             if re.match(r"--?[\w.-]+\s", arg):
                 raise ValueError(f"{arg.split()[0]} and what follows it stand in one item: {ARGUMENTS}")
+        if (twice := named_twice(argv)) is not None:
+            raise ValueError(f"names {twice} more than once: keep one of them")
         for name in options(argv):
             if (why := why_refused(name)) is not None:
                 raise ValueError(why)

@@ -1,5 +1,7 @@
 """vLLM's arguments: which of them an application may give, and what they say of an engine."""
 
+import re
+from collections import Counter
 from collections.abc import Container, Sequence
 from itertools import zip_longest
 from math import prod
@@ -79,6 +81,13 @@ def options(argv: Sequence[str]) -> dict[str, str]:
             name, _, value = arg.partition("=")
             found[name.replace("_", "-")] = value or following
     return found
+
+
+def named_twice(argv: Sequence[str]) -> str | None:
+    """An option that stands there more than once, of which vLLM would take the last; None without one. The middleware
+    of its server may be several."""
+    names = [arg.partition("=")[0].replace("_", "-") for arg in argv if re.match(r"--?[A-Za-z]", arg)]
+    return next((name for name, count in Counter(names).items() if count > 1 and name != "--middleware"), None)
 
 
 def without(argv: Sequence[str], names: Container[str]) -> list[str]:

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import redis.asyncio as redis
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from deployments.config.messages import what_is_wrong
 from deployments.config.section import LiveKey
+from deployments.config.yaml_text import load_yaml
 from policies.errors import ConfigError, StateStoreError
 from router.admission import Tenant
 from router.redis_store import AWAY
@@ -39,7 +39,6 @@ KEYS_ENV = "SLUICE_API_KEYS"
 RELOAD_S = 5.0  # from a change of a key to its effect
 MAX_FILE_BYTES = 32 << 20  # some 300 bytes for each of the most keys
 _PREFIX = "sk-sluice-"
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # several times as fast; not in every build of PyYAML
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -90,9 +89,9 @@ def digest(key: str) -> str:
 def parse_entries(text: str, source: str) -> list[KeyEntry]:
     """Raises ConfigError that names the source and the entry, never a value."""
     try:
-        return _entries.validate_python(yaml.load(text, _LOADER) or [])
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{source} is not YAML") from error
+        return _entries.validate_python(load_yaml(text) or [])
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {str(error).partition(':')[0]}") from None
     except ValidationError as error:
         wrong = "; ".join(f"entry {each}" for each in what_is_wrong(error, KeyEntry, shows_values=False))
         raise ConfigError(f"{source}: {wrong}") from None

@@ -7,6 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NoReturn
 
 from vllm.config import VllmConfig
@@ -25,6 +26,7 @@ except ModuleNotFoundError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
 from deployments.config.vllm_args import why_refused
+from deployments.config.yaml_text import load_yaml
 from policies.errors import ConfigError
 
 
@@ -51,6 +53,10 @@ class _Refusing(FlexibleArgumentParser):
     def load_config_file(self, file_path: str) -> list[str]:
         """vLLM calls this for `--config`."""
         args = super().load_config_file(file_path)
+        try:
+            load_yaml(Path(file_path).read_text())
+        except ConfigError as error:
+            raise ConfigError(f"vllm_args: {file_path}: {error}") from None
         for option in sorted({arg.replace("_", "-") for arg in args if arg.startswith("--")}):
             if (why := why_refused(option)) is not None:
                 raise ConfigError(f"vllm_args: {why}")

@@ -235,6 +235,13 @@ def test_a_service_tier_of_a_class_that_does_not_exist_is_refused_and_left_out_o
     assert "service_tiers" in next(iter(refused(service_tiers={'a"b': "standard"})))
 
 
+def test_an_option_of_vllm_that_stands_there_twice_is_refused() -> None:
+    argv = ["--max-model-len", "8", "--dtype=float32", "--max_model_len=16"]
+    assert "names --max-model-len more than once" in refused(vllm_args=argv)["vllm_args"]
+    twice = ["--middleware", "a.b", "--middleware", "c.d", "--seed", "-1", "--scale", "-1"]
+    assert config(vllm_args=twice).vllm_args == tuple(twice)
+
+
 def test_a_folder_of_batches_is_the_same_in_every_process_or_refused() -> None:
     assert "'batches'" in refused(batches={"folder": "batches"})["batches.folder"]
     for folder in ("/mnt/batches", "s3://bucket/batches"):

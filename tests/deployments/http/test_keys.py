@@ -127,6 +127,13 @@ def test_a_wrong_entry_is_named_by_its_place(text: str, why: str) -> None:
         parse_entries(text, "a file")
 
 
+def test_a_name_that_an_entry_has_twice_is_named_by_its_line_and_shows_nothing() -> None:
+    text = f"- name: a\n  sha256: {'0' * 64}\n  sk-sluice-secret: 1\n  sk-sluice-secret: 2\n"
+    with pytest.raises(ConfigError) as caught:
+        parse_entries(text, "a file")
+    assert str(caught.value) == "a file: line 4 repeats a name of line 3"
+
+
 async def test_one_key_twice_is_refused(tmp_path: Path) -> None:
     entries = [{"name": name, "sha256": digest("one")} for name in ("a", "b")]
     with pytest.raises(ConfigError, match="'a' and 'b' are one key"):
@@ -186,7 +193,7 @@ async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
     await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff"})
     for _ in range(2):
         await keys.reload()
-    assert caplog.text.count("a key in Redis is not YAML") == 1
+    assert caplog.text.count("a key in Redis: line 2 is not YAML") == 1
     first = keys.find("a")
     await client.hdel(redis_hash(namespace), digest("b"))
     await keys.reload()

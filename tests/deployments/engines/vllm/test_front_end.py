@@ -202,6 +202,12 @@ def test_a_file_of_arguments_that_is_not_there_is_said_in_a_line() -> None:
         parse_vllm_args(["--model", "m", "--config", "/nowhere/args.yaml"])
 
 
+def test_a_file_of_arguments_says_nothing_twice(tmp_path: Path) -> None:
+    (tmp_path / "args.yaml").write_text("max-model-len: 8\nseed: 1\nmax-model-len: 16\n")
+    with pytest.raises(ConfigError, match="args.yaml: line 3 repeats a name of line 1: 'max-model-len'"):
+        parse_vllm_args(["--model", "m", "--config", str(tmp_path / "args.yaml")])
+
+
 @pytest.mark.parametrize("way", ["object", "dotted", "file"])
 def test_a_backend_of_grammars_that_cannot_work_is_refused_before_an_engine_starts(way: str, tmp_path: Path) -> None:
     def naming(backend: str) -> list[str]:
