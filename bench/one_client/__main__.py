@@ -27,6 +27,7 @@ from bench.session import turns
 from bench.summary import Spread
 from deployments.config.application import AppConfig
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
+from deployments.config.vllm_args import without
 from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 
@@ -39,7 +40,7 @@ SHOWN = 100  # characters of a refusal
 
 
 def application(context_tokens: int) -> AppConfig:
-    args = [*DEMO_ARGS, *TOOLS, "--max-model-len", str(context_tokens)]
+    args = [*without(DEMO_ARGS, {"--max-model-len"}), *TOOLS, "--max-model-len", str(context_tokens)]
     return AppConfig(model=str(DEMO_MODEL), served_model_name="m", vllm_args=tuple(args))
 
 
