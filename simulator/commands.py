@@ -14,6 +14,7 @@ from tqdm import tqdm
 from policies.errors import ConfigError, InputError
 from policies.router.order import IdleOrder
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
+from policies.strict_text import json_value
 from simulator import inputs
 from simulator.cluster import ClusterConfig, Run, run
 from simulator.curves import curves
@@ -268,7 +269,7 @@ def _other_policy(options: argparse.Namespace, family: Literal["batch", "order"]
     """Fields of ClusterConfig; none where the system's own policy stays."""
     name, text = getattr(options, family), getattr(options, f"{family}_args")
     try:
-        settings = json.loads(text)
+        settings = json_value(text)
     except ValueError as error:
         raise ConfigError(f"--{family}-args must be JSON, got {text!r}: {error}") from None
     if not isinstance(settings, dict):

@@ -5,7 +5,6 @@ a day: at the pace of a day of ServeGen's DeepSeek-R1, whose busiest ten minutes
 requests drawn from the same trace, more than can be served. The policies that serve let them in.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from policies.errors import InputError
 from policies.router.credit import longest_promise_s
+from policies.strict_text import csv_rows
 from policies.types import FloatArray
 from simulator.backlog import SLO_CLASS
 from simulator.cluster import ClusterConfig, Run, run
@@ -114,7 +114,7 @@ def day_of(file: Path) -> FloatArray:
         InputError: the file has no such day.
     """
     with opened(file) as rows:
-        rates = [float(row["requests_per_s"]) for row in csv.DictReader(rows) if row["model"] == _DAY_OF]
+        rates = [float(row["requests_per_s"]) for _, row in csv_rows(rows, str(file)) if row["model"] == _DAY_OF]
     if len(rates) != 144 or min(rates) < 0.0 or max(rates) == 0.0:
         raise InputError(f"{file} must have 144 rates of {_DAY_OF}, got {len(rates)}")
     return np.array(rates)

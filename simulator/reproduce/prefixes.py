@@ -11,7 +11,6 @@ Sessions of agents start as a Poisson stream, then go by their own clocks. What 
 and not counted. Answers are cut: this is about reading, and most steps would decode a few requests.
 """
 
-import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
+from policies.strict_text import csv_rows
 from simulator.cluster import run
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
@@ -130,7 +130,7 @@ def _traffic(file: str, name: str, load: float) -> Workload:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     with opened(path) as file:
-        return list(csv.DictReader(file))
+        return [row for _, row in csv_rows(file, str(path))]
 
 
 def of_agents(rows: Sequence[Mapping[str, str]], starts_per_s: float, seconds: float, rng: Generator) -> Workload:

@@ -154,14 +154,19 @@ def _compile_and_exit(compile_fields: Callable[[dict[str, Any]], Compiled], aske
     try:
         die_with_parent()
         _bound(math.ceil(asked.timeout_s))
-        try:
-            compiled = compile_fields(asked.fields)
-        except Exception as error:  # of whatever kind: the grammar is its client's
-            compiled = Compiled(error=str(error)[:MAX_ERROR_CHARS] or type(error).__name__)
+        compiled = outcome(compile_fields, asked.fields)
         with open(fd, "wb") as answer:
             answer.write(msgspec.msgpack.encode(compiled))
     finally:
         os._exit(0)
+
+
+def outcome(compile_fields: Callable[[dict[str, Any]], Compiled], fields: dict[str, Any]) -> Compiled:
+    try:
+        return compile_fields(fields)
+    except Exception as error:  # of whatever kind: the grammar is its client's, but what is installed is not
+        said = str(error)[:MAX_ERROR_CHARS] or type(error).__name__
+        return Compiled(error=said, is_ours=isinstance(error, ImportError))
 
 
 def _bound(cpu_s: int) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from policies.errors import InputError, ReplicaLostError
+from policies.errors import InputError, ReplicaLostError, SluiceError
 from policies.live import Live
 from router.background import BackgroundTasks
 
@@ -42,10 +42,11 @@ class Asked(msgspec.Struct):
 
 
 class Compiled(msgspec.Struct):
-    """What vLLM's checks made of the fields, or why they refuse them."""
+    """What vLLM's checks made of the fields, or why they refuse them; is_ours says that no grammar would do."""
 
     number: int = 0
     error: str | None = None
+    is_ours: bool = False
     backend: str | None = None
     was_auto: bool = False
     choice: list[str] | None = None
@@ -70,9 +71,12 @@ class Grammars:
         """Raises:
         InputError: it does not compile, not within the time, or vLLM refuses it.
         ReplicaLostError: the process that compiles has ended, or the others' grammars leave it no time.
+        SluiceError: the backend that is set is not installed as it must be.
         """
         key = hashlib.sha256(msgspec.msgpack.encode(fields)).digest()
         found = self._known.get(key) or await self._made(key, fields)
+        if found.error is not None and found.is_ours:
+            raise SluiceError(f"no structured output: {found.error}")
         if found.error is not None:
             raise InputError(f"structured output: {found.error}")
         return found

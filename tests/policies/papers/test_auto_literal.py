@@ -9,6 +9,7 @@ from policies.errors import ConfigError
 from policies.papers.auto_literal import AutoLiteralConfig, PapersConfig, auto
 from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral
 from policies.papers.memory_aware import MemoryAware
+from policies.papers.sla_constrained import SlaConstrained
 from policies.papers.smallest import Smallest
 from policies.registry import build
 from policies.types import FinishedRequest, Phase, StepResult
@@ -53,3 +54,21 @@ def test_algorithm_1_goes_on_with_the_lengths_that_it_knew() -> None:
     after = auto(AutoLiteralConfig(papers=resident), before)
     assert isinstance(after.admission, MemoryAware) and isinstance(before.admission, MemoryAware)
     assert after.admission.lengths is before.admission.lengths
+
+
+def test_a_search_begins_anew_where_its_policy_goes_on_with_what_another_learned() -> None:
+    config = AutoLiteralConfig(papers=PapersConfig(itl_target_s=0.001))
+    before = auto(config)
+    slow = StepResult(
+        now_s=0.0, step_s=0.5, phase=Phase.DECODE, prefill_tokens=0, prefill_requests=0, decode_requests=64,
+        kv_tokens=6400, max_batch_size=64, running_count=64, waiting_count=9,
+    )  # fmt: skip
+    for _ in range(200):
+        before.observe(slow)
+    after = auto(config, before)
+    assert limit_of(before) < limit_of(auto(config)) == limit_of(after)
+
+
+def limit_of(policy: Auto) -> int:
+    assert isinstance(policy.latency, Smallest) and isinstance(policy.latency.policies[0], SlaConstrained)
+    return policy.latency.policies[0].limit

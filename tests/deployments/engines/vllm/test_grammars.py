@@ -16,8 +16,9 @@ from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm import core_plugin
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import front_end_config
-from deployments.engines.vllm.grammars import Grammars
-from policies.errors import InputError, ReplicaLostError
+from deployments.engines.vllm.grammar_child import outcome
+from deployments.engines.vllm.grammars import Compiled, Grammars
+from policies.errors import InputError, ReplicaLostError, SluiceError
 from policies.live import Live
 from router.background import BackgroundTasks
 
@@ -68,6 +69,23 @@ async def test_what_compiles_is_as_vllm_leaves_it_and_what_does_not_is_refused_i
             with pytest.raises(InputError, match=why):
                 await grammars.compiled(fields)
                 pytest.fail(f"{name} was not refused")
+
+
+async def test_what_is_missing_on_the_server_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(fields: dict[str, Any]) -> Compiled:
+        raise ImportError("no such package") if fields["choice"] else ValueError("no such choice")
+
+    grammars = Grammars(None, Live(TIMEOUT_S), BackgroundTasks(lambda task: None))
+
+    async def made(key: bytes, fields: dict[str, Any]) -> Compiled:
+        return outcome(lacks, fields)
+
+    monkeypatch.setattr(grammars, "_made", made)
+    with pytest.raises(InputError, match="no such choice"):
+        await grammars.compiled({"choice": []})
+    with pytest.raises(SluiceError, match="no such package") as caught:
+        await grammars.compiled({"choice": ["a"]})
+    assert not isinstance(caught.value, InputError)
 
 
 async def test_a_grammar_without_end_holds_up_no_other() -> None:
