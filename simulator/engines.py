@@ -149,10 +149,9 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
         if rows and rows[0][1].keys() >= set(COLUMNS):
             return calibrated(path), None
         return fitted([_step(row, f"{path}, line {line}") for line, row in rows]), None
-    except InputError:  # a ValueError too
-        raise
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"cannot read the calibration {path}: {error!r}") from error
+        said = error if isinstance(error, InputError) else repr(error)
+        raise InputError(f"cannot read the calibration {path}: {said}") from error
 
 
 def _coefficients(found: dict[str, dict[str, float]]) -> tuple[StepTimes, int | None]:

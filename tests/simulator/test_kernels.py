@@ -102,8 +102,10 @@ def test_a_calibration_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
         ("b.csv", "prefill_tokens\n1\n"),
         ("c.json", "not json"),
         ("d.csv", _ONE_STEP),
+        ("e.csv, line 3", "prefill_tokens,decode_requests,kv_tokens,step_s\n0,1,9,0.1\n0,1,9,nan\n"),
+        ("f.csv, line 2", "prefill_tokens,decode_requests,kv_tokens,step_s\n0,1\n"),
     ):
-        path = tmp_path / name
+        path = tmp_path / name.partition(",")[0]
         path.write_text(text)
         with pytest.raises(InputError, match=name):
             read_calibration(path)
