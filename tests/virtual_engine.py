@@ -197,7 +197,7 @@ class VirtualEngine:
             self.run()
         self.answers.clear()
         self.log.clear()
-        self.scheduler.report()
+        self.scheduler.control({})
         self._results.clear()
         return self
 

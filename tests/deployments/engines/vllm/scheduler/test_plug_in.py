@@ -889,6 +889,16 @@ def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None
         assert 0.5 * 0.03 < sum(gaps) / len(gaps) < 1.15 * 0.03
 
 
+def test_a_search_begins_where_it_would_without_a_measurement_and_a_target_out_of_reach_bounds_nothing() -> None:
+    slow = replace(TIMES, decode=StepCoefficients(overhead_s=0.02, decode_s=1e-4))
+    engine = VirtualEngine({"mode": "mixed", "papers": {"itl_target_s": 0.001}}, slots=64, times=slow).measure()
+    assert engine.scheduler.status()["out_of_reach"] is None
+    run_closed(engine, workload(200), clients=64)
+    status = engine.scheduler.status()
+    assert "misses 0.001 s between tokens" in status["out_of_reach"]
+    assert status["max_batch_size"] == 64 and max(step.decodes for step in engine.log) > 32
+
+
 @both_depths
 @pytest.mark.parametrize("mode", ["mixed", "exclusive"])
 def test_promised_times_per_token_are_kept_beside_requests_without_a_promise(mode: str, depth: int) -> None:
