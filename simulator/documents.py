@@ -4,13 +4,11 @@
 `benchmarks.json` of guidellm. Requests that failed say nothing of lengths, and are left out.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from policies.errors import InputError
-
-Rows = Iterator[tuple[int, Mapping[str, Any]]]
-Tell = Callable[[str], None]
+from simulator.forms import Tell
 
 BENCH = ("input_lens", "output_lens")
 _ASKS, _ANSWERS = ("human", "user"), ("gpt", "chatgpt", "assistant", "model", "bard", "bing")

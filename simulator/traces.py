@@ -1,15 +1,14 @@
 """Traces and sets of lengths out of files, by the names of their columns.
 
 CSV (gzipped or not) with a row per request, CSV of length probabilities (`kind,tokens_upto,probability`), JSON Lines,
-and the JSON documents of `simulator.documents`. Columns of others' traces are read by the names and units that those
-have (FORMS). Lengths in words or characters become tokens by plain factors, which are guesses: columns of tokens go
-before. What a file says that cannot be understood is an error that names the line; nothing is put in its place.
+and the JSON documents of `simulator.documents`. Columns of others' traces are read by their own names and units
+(`simulator.forms`). Lengths in words or characters become tokens by plain factors, which are guesses: columns of tokens
+go before. What a file says that cannot be understood is an error that names the line; nothing is put in its place.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain, islice
 from pathlib import Path
@@ -22,17 +21,18 @@ from policies.errors import InputError
 from policies.strict_text import csv_rows, json_lines, json_value
 from policies.types import FloatArray, IntArray
 from simulator.documents import requests_of
+from simulator.forms import DATE, UNITS, Tell, rename
 from simulator.profiles import opened
+from simulator.trace_table import Table, is_count
 from simulator.workload import Workload
 
 MAX_ROWS = 5_000_000
 MAX_DOCUMENT_CHARS = 1 << 30
 _LABELS = ("slo_class", "class", "client", "agent_kind", "source")
 # Suffix of a column and tokens per unit, the surest first: 1.33 per word holds for plain English only.
-_UNITS = (("tokens", 1.0), ("chars", 0.25), ("words", 1.33))
+_UNITS = tuple(zip(UNITS, (1.0, 0.25, 1.33), strict=True))
 # Columns of arrivals, and their unit in seconds.
 _SECONDS = {"arrival_s": 1.0, "arrival_ms": 1e-3}
-_DATE = "arrived_at"
 # Columns that others call so hold seconds, milliseconds or dates: only the file's author knows which.
 _TIMES = (
     "timestamp",
@@ -46,102 +46,7 @@ _TIMES = (
     "created_at",
     "date",
 )
-Tell = Callable[[str], None]
-"""Takes a sentence on what was made of a file."""
 Numbered = Iterable[tuple[int, Mapping[str, Any]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """A public trace, by the names of its columns.
-
-    Attributes:
-        columns: theirs, each with ours or with "". A file that has all of them is one.
-        block_tokens: tokens of a block in `hash_ids`.
-        zero_failed: requests that failed have answers of 0 tokens.
-    """
-
-    name: str
-    columns: Mapping[str, str]
-    block_tokens: int | None = None
-    zero_failed: bool = False
-
-
-_LENGTHS = {"input_length": "prompt_tokens", "output_length": "output_tokens"}
-FORMS = (
-    Form(
-        name="Azure",  # 2023 and 2024
-        columns={"TIMESTAMP": _DATE, "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens"},
-    ),
-    Form(
-        name="BurstGPT",
-        columns={"Timestamp": "arrival_s", "Request tokens": "prompt_tokens", "Response tokens": "output_tokens"},
-        zero_failed=True,
-    ),
-    Form(name="Qwen-Bailian", columns={"chat_id": "", "timestamp": "arrival_s", **_LENGTHS}, block_tokens=16),
-    Form(name="Mooncake", columns={"timestamp": "arrival_ms", **_LENGTHS}, block_tokens=512),
-    Form(name="ServeGen's batches", columns={"request_id": "", **_LENGTHS}, block_tokens=16),
-    Form(
-        name="ServeGen",
-        columns={"timestamp": "arrival_s", "input_tokens": "prompt_tokens", "output_tokens": "output_tokens"},
-    ),
-)
-
-
-@dataclass(slots=True)
-class Table:
-    """Rows of a file as columns, each value as it stands there, with the row's place in the file.
-
-    Attributes:
-        entry: what a row is called: line, or entry of a document.
-        used: columns that have been read.
-    """
-
-    name: str
-    entry: str
-    places: list[int]
-    columns: dict[str, list[Any]]
-    used: set[str] = field(default_factory=set)
-
-    def take(self, name: str) -> list[Any] | None:
-        self.used.add(name)
-        return self.columns.get(name)
-
-    def numbers(self, name: str, what: str, is_one: Callable[[float], bool], missing: float | None) -> FloatArray:
-        """A column of numbers, which must be there.
-
-        Args:
-            what: such a number is called.
-            missing: stands where a row has nothing; None is an error there.
-
-        Raises:
-            InputError: a value is no such number; it names the row.
-        """
-        self.used.add(name)
-        return np.array([self._number(at, name, what, is_one, missing) for at in range(len(self.places))])
-
-    def _number(self, at: int, name: str, what: str, is_one: Callable[[float], bool], missing: float | None) -> float:
-        value = self.columns[name][at]
-        if value is None or value == "":
-            if missing is not None:
-                return missing
-            raise self.wrong(at, f"there is no {name}")
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-        if not (math.isfinite(number) and is_one(number)):
-            raise self.wrong(at, f"{name} is {value!r}"[:100] + f", which is no {what}")
-        return number
-
-    def wrong(self, at: int, why: str) -> InputError:
-        return InputError(f"{self.name}, {self.entry} {self.places[at]}: {why}")
-
-    def without(self, rows: Iterable[int]) -> None:
-        gone = set(rows)
-        kept = [at for at in range(len(self.places)) if at not in gone]
-        self.places = [self.places[at] for at in kept]
-        self.columns = {name: [values[at] for at in kept] for name, values in self.columns.items()}
 
 
 def read_workload(
@@ -207,7 +112,7 @@ def _table(name: str, entry: str, rows: Numbered) -> Table:
 
 
 def _of_table(name: str, table: Table, rng: Generator, prompt_tokens: int | None, tell: Tell) -> Workload:
-    _rename(table, tell)
+    rename(table, tell)
     _count_prompts(table)
     outputs = _lengths(table, "output", tell)
     if outputs is None:
@@ -225,7 +130,7 @@ def _of_table(name: str, table: Table, rng: Generator, prompt_tokens: int | None
         _arrivals(table, rng),
         prompts,
         outputs,
-        cached_tokens=_optional(table, "reusable_prefix_tokens", "number of tokens", _is_count, missing=0.0),
+        cached_tokens=_optional(table, "reusable_prefix_tokens", "number of tokens", is_count, missing=0.0),
         predicted_output_tokens=_optional(
             table, "predicted_output_tokens", "length", lambda x: x > 0.0, missing=math.nan
         ),
@@ -236,40 +141,6 @@ def _of_table(name: str, table: Table, rng: Generator, prompt_tokens: int | None
     if passed_over := [column for column in table.columns if column not in table.used and column]:
         tell(f"columns that mean nothing here are passed over: {', '.join(passed_over)}"[:300])
     return workload
-
-
-def _rename(table: Table, tell: Tell) -> None:
-    """Give the columns of a public trace our names, if it is one."""
-    ours = any(f"output_{suffix}" in table.columns and f"prompt_{suffix}" in table.columns for suffix, _ in _UNITS)
-    has = table.columns.keys()
-    form = None if ours else next((each for each in FORMS if each.columns.keys() <= has), None)
-    if form is None:
-        return
-    tell(f"read as {form.name}'s")
-    renamed = {theirs: ours for theirs, ours in form.columns.items() if ours}
-    table.used |= form.columns.keys() - renamed.keys()
-    table.columns = {renamed.get(column, column): values for column, values in table.columns.items()}
-    if form.zero_failed:
-        failed = [at for at, value in enumerate(table.columns["output_tokens"]) if value in ("0", 0)]
-        if failed:
-            place = table.places[failed[0]]
-            tell(f"left out {len(failed)} requests that failed, the first in {table.entry} {place}")
-            table.without(failed)
-    if form.block_tokens is not None and "hash_ids" in table.columns:
-        _reuse(table, form.block_tokens)
-
-
-def _reuse(table: Table, block_tokens: int) -> None:
-    """From the hashes of prompts' blocks, leading tokens that some request before had."""
-    seen, reusable = set[Any](), list[int]()
-    prompts = table.numbers("prompt_tokens", "length", _is_count, None)
-    for at, ids in enumerate(table.take("hash_ids") or ()):
-        if not isinstance(ids, list) or not all(isinstance(each, int) for each in ids):
-            raise table.wrong(at, "hash_ids is no list of numbers")
-        known = next((index for index, each in enumerate(ids) if each not in seen), len(ids))
-        seen.update(ids)
-        reusable.append(min(known * block_tokens, int(prompts[at])))
-    table.columns["reusable_prefix_tokens"] = reusable
 
 
 def _count_prompts(table: Table) -> None:
@@ -315,10 +186,6 @@ def _optional(
     return table.numbers(name, what, is_one, missing) if name in table.columns else None
 
 
-def _is_count(number: float) -> bool:
-    return number >= 0.0 and number == int(number)
-
-
 def _texts(table: Table, name: str) -> list[str] | None:
     values = table.take(name)
     return None if values is None else ["" if value is None else str(value) for value in values]
@@ -343,7 +210,7 @@ def _lengths(table: Table, what: str, tell: Tell) -> IntArray | None:
     name, factor = (whole or there)[0]
     if factor != 1.0:
         tell(f"{name} counts as {factor:g} tokens for each: a guess")
-    return np.rint(table.numbers(name, "length", _is_count, None) * factor).astype(np.int64)
+    return np.rint(table.numbers(name, "length", is_count, None) * factor).astype(np.int64)
 
 
 def _arrivals(table: Table, rng: Generator) -> FloatArray:
@@ -353,7 +220,7 @@ def _arrivals(table: Table, rng: Generator) -> FloatArray:
         return table.numbers(name, "time", lambda x: True, None) * _SECONDS[name]
     if "t_in_session_s" in columns:
         return _of_sessions(table, rng)
-    name = next((each for each in columns if each == _DATE or each.lower() in _TIMES), None)
+    name = next((each for each in columns if each == DATE or each.lower() in _TIMES), None)
     return np.zeros(len(table.places)) if name is None else _dates(table, name)
 
 
@@ -388,7 +255,7 @@ def _of_probabilities(name: str, table: Table, rng: Generator, count: int = 100_
     kinds, drawn = _texts(table, "kind"), {}
     if kinds is None or "tokens_upto" not in table.columns:
         raise InputError(f"{table.name} needs kind, tokens_upto and probability, has {', '.join(table.columns)}")
-    uptos = table.numbers("tokens_upto", "length", _is_count, None).astype(np.int64)
+    uptos = table.numbers("tokens_upto", "length", is_count, None).astype(np.int64)
     weights = table.numbers("probability", "probability", lambda x: x >= 0.0, None)
     for kind in ("prompt", "output"):
         mine = np.array([each == kind for each in kinds])
