@@ -339,11 +339,11 @@ class Paced(Protocol):
 
 @runtime_checkable
 class Targeted(Protocol):
-    """A batch policy that holds a target of its own, and says where it cannot."""
+    """A batch policy that holds a bound of its own, and says where no batch keeps it."""
 
     @property
     def out_of_reach(self) -> str | None:
-        """Which target not even its tightest bound keeps, and what it does then, in words; None where there is none."""
+        """What not even its smallest batch keeps, and what it does then, in words; None where there is nothing."""
 
 
 def chunk_kv_tokens(tokens: int, computed_tokens: int) -> int:

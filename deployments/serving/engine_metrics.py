@@ -95,7 +95,7 @@ class _Collected:
         )
         target = GaugeMetricFamily(
             "sluice_engine_target_out_of_reach",
-            "1 where not even the smallest batch or chunk keeps the target of a paper's rule; the status says which.",
+            "1 where not even the smallest batch keeps the bound of a paper's rule; the status says which.",
             labels=("replica",),
         )
         for replica_id, status in self._statuses.items():

@@ -14,13 +14,13 @@ from typing import Any, Literal
 from policies.checks import require_at_least, require_one_of
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
-from policies.engine.plans import joined, narrowed_by
+from policies.engine.plans import joined, narrowed_by, out_of_reach
 from policies.engine.step_budget import StepBudget
 from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
 from policies.lengths.statistics import SurvivalLaw
-from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes, Targeted
+from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class Auto:
     @property
     def out_of_reach(self) -> str | None:
         """As ``Targeted``. A promise of a request that cannot be kept binds nothing either, and counts as missed."""
-        return self.latency.out_of_reach if isinstance(self.latency, Targeted) else None
+        return out_of_reach((self.admission, self.latency, self.phases))
 
     def plan(self, state: BatchState) -> StepPlan:
         plans = [self.admission.plan(state)]

@@ -1,9 +1,10 @@
 """What plans of engine steps have in common."""
 
+from collections.abc import Iterable
 from math import inf
 from operator import attrgetter
 
-from policies.types import BatchState, Limit, Phase, StepPlan
+from policies.types import BatchState, Limit, Phase, StepPlan, Targeted
 
 # A plan where nothing presses stands for 16 steps or until one in 24 has left: on a toy engine with eight loads that
 # gave 0.9985 to 1.0034 of the throughput of planning at every step, and asks in a fifth to a third of the steps.
@@ -55,6 +56,12 @@ def narrowed_by(state: BatchState, plan: StepPlan) -> BatchState:
         return state
     waiting = state.waiting[: int(min(plan.starts, len(state.waiting)))]
     return state._replace(slots=min(state.slots, plan.max_batch_size), waiting=waiting)
+
+
+def out_of_reach(policies: Iterable[object]) -> str | None:
+    """What those of them say that are ``Targeted``."""
+    said = [policy.out_of_reach for policy in policies if isinstance(policy, Targeted)]
+    return "; ".join([each for each in said if each is not None]) or None
 
 
 def joined(state: BatchState, plans: list[StepPlan]) -> StepPlan:

@@ -66,7 +66,8 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
     """Chooses a phase for every step, by the rules that its config names.
 
     Attributes:
-        most_exclusive: N*, requests that may run in exclusive batching; inf where nothing bounds them but the slots.
+        most_exclusive: N*, requests that may run in exclusive batching; inf where nothing bounds them but the slots,
+            also where N* is 0: what admission lets run is safer then than one request after another.
     """
 
     config: ExclusiveMixedLiteralConfig
@@ -74,6 +75,15 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
     def __init__(self, config: ExclusiveMixedLiteralConfig, learned: ExclusiveMixed | None = None) -> None:
         super().__init__(config, learned)
         self.most_exclusive: float = inf
+        self._is_safe = True  # at least one request
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``."""
+        if self._is_safe:
+            return None
+        chance = self.config.overflow_probability
+        return f"not even one request is safe at overflow_probability {chance:g}, so N* bounds no exclusive batch"
 
     def exclusive_slots(self, slots: int) -> int:
         return int(min(slots, self.most_exclusive))
@@ -107,7 +117,8 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
                 threshold=min(self.phase_length.slots_fraction, MOST_SHARE),
                 overflow_probability=self.config.overflow_probability,
             )
-            self.most_exclusive = max(1, most)
+            self.most_exclusive = most or inf
+            self._is_safe = most >= 1
 
     def _phase_length(self, workload: Workload) -> PhaseLength:
         if self.config.phase_rule == "exact":

@@ -144,8 +144,18 @@ class MemoryAware:
         self.config = config
         self.lengths: LengthStatistics = learned.lengths if learned else LengthStatistics(window=config.window)
         self._cap: int | None = None
+        self._is_safe = True  # at least one request
         self._buffer_tokens = 0.0
         self._buffer_age = config.buffer_refresh_steps
+
+    @property
+    def out_of_reach(self) -> str | None:
+        """As ``Targeted``."""
+        if self._is_safe:
+            return None
+        c = self.config
+        at_most = f"{c.min_batch_size} at a time" if c.min_batch_size > 1 else "one at a time"
+        return f"not even one request is safe at overflow_probability {c.overflow_probability:g}, so they run {at_most}"
 
     def plan(self, state: BatchState) -> StepPlan:
         prefilling = state.prefilling_count
@@ -162,6 +172,7 @@ class MemoryAware:
         mean, std = self._request_moments(state)
         capacity, overflow = state.capacity_tokens, self.config.overflow_probability
         exact = memory_safe_batch_size(capacity, mean, std, overflow)
+        self._is_safe = exact >= 1
         if self.config.form == "exact":
             return exact
         self._buffer_age += 1

@@ -1,8 +1,8 @@
 """001's b = min(b_mem, b_SLA), for any policies."""
 
-from policies.engine.plans import joined, narrowed_by
+from policies.engine.plans import joined, narrowed_by, out_of_reach
 from policies.errors import InputError
-from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, Targeted
+from policies.types import BatchPolicy, BatchState, StepPlan, StepResult
 
 
 class Smallest:
@@ -22,8 +22,7 @@ class Smallest:
     @property
     def out_of_reach(self) -> str | None:
         """As ``Targeted``, of all of them."""
-        said = [policy.out_of_reach for policy in self.policies if isinstance(policy, Targeted)]
-        return "; ".join(filter(None, said)) or None
+        return out_of_reach(self.policies)
 
     def plan(self, state: BatchState) -> StepPlan:
         plans = [self.policies[0].plan(state)]

@@ -141,6 +141,19 @@ class TestLinearForm:
 
 
 class TestMemoryAware:
+    def test_where_not_even_one_request_is_safe_it_says_so(self) -> None:
+        wide = {"prior_output_tokens": 20_000, "prior_output_std_tokens": 60_000}
+        safe, unsafe = (
+            MemoryAware(MemoryAwareConfig(overflow_probability=chance, **wide))  # type: ignore[arg-type]
+            for chance in (0.4, 1e-9)
+        )
+        plans = [policy.plan(make_state(waiting=256)) for policy in (safe, unsafe)]
+        assert plans[0].max_batch_size > plans[1].max_batch_size == 1
+        assert safe.out_of_reach is None
+        assert unsafe.out_of_reach == (
+            "not even one request is safe at overflow_probability 1e-09, so they run one at a time"
+        )
+
     def test_the_first_wave_is_bounded_by_the_prior_and_not_by_the_slots(self) -> None:
         policy = MemoryAware(MemoryAwareConfig(prior_output_tokens=400, prior_output_std_tokens=420))
         plan = policy.plan(make_state(waiting=256))

@@ -7,6 +7,7 @@ import pytest
 
 from policies.engine.step_time import StepTimeConfig
 from policies.errors import ConfigError
+from policies.papers import exclusive_mixed_literal
 from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
 from policies.papers.phases import overhead_ratio, phase_threshold
 from policies.types import Limit, Phase, StepTimes
@@ -44,6 +45,15 @@ class TestTheBoundByMemory:
         for policy in policies:
             self.engine(policy)
         assert policies[0].most_exclusive < policies[1].most_exclusive < 64
+
+    def test_where_not_even_one_request_is_safe_it_bounds_nothing_and_says_so(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(exclusive_mixed_literal, "max_batch_size_exclusive", lambda **of_the_cache: 0)
+        policy = exclusive(overflow_probability=0.01)
+        engine = saturated(ToyEngine(policy, make_times(), slots=16), count=200)
+        assert policy.out_of_reach is not None and "N* bounds no exclusive batch" in policy.out_of_reach
+        assert engine.plans[-1].max_batch_size > 1
 
     def test_mixed_steps_are_not_bounded_by_it(self) -> None:
         policy = literal(FREE, overflow_probability=0.01)
