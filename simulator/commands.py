@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from tqdm import tqdm
 
+from policies.engine.plans import out_of_reach
 from policies.errors import ConfigError, InputError
 from policies.router.order import IdleOrder
 from policies.router.prefill_decode import PrefillDecodeConfig, TransferTimes
@@ -191,6 +192,9 @@ def simulate(options: argparse.Namespace) -> None:
     config = _config(options, profile)
     with tqdm(total=len(workload), unit="request", disable=None) as bar:
         finished = _run(options, config, workload, bar.update)
+    for said in dict.fromkeys(out_of_reach([engine.policy]) for engine in finished.engines):
+        if said is not None:
+            print(f"at the end {said}", file=sys.stderr)
     numbers = {
         "system": options.system,
         "engine": profile.name,

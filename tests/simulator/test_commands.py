@@ -84,6 +84,12 @@ def test_a_report_is_one_file_and_needs_no_matplotlib(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [report] and "Time to first token" in report.read_text()
 
 
+def test_a_target_that_no_batch_keeps_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    args = '{"itl_target_s": 1e-5, "window_steps": 4}'
+    run("simulate", "--requests", "200", "--arrivals", "all", "--batch", "sla_constrained", "--batch-args", args)
+    assert "at the end a batch of 1 misses 1e-05 s between tokens" in capsys.readouterr().err
+
+
 def test_what_was_made_of_a_trace_is_printed_and_stands_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
