@@ -139,6 +139,7 @@ REFUSED: dict[str, tuple[Values, str]] = {
     ),
     "credentials of no store": (values(volume={"enabled": True}, existingSecret="s"), "set batches.url"),
     "a path for a URL": (values(url="/folder"), "batches"),
+    "a store without exclusive creation": (values(url="sftp://host/folder"), "batches"),
     "a volume that nobody may write to": (
         values(volume={"enabled": True, "accessModes": ["ReadOnlyMany"]}),
         "accessModes",
