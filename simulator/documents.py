@@ -21,14 +21,14 @@ def requests_of(document: Any, name: str, tell: Tell) -> list[tuple[int, Mapping
         InputError: it is none of these, or an entry is not what the others are.
     """
     if isinstance(document, dict) and document.keys() >= set(BENCH):
-        return _kept(_of_vllm_bench(document, name), "vllm bench serve", tell)
+        return _kept(_of_vllm_bench(document, name), name, "vllm bench serve", tell)
     if isinstance(document, dict) and "benchmarks" in document:
-        return _kept(_of_guidellm(document["benchmarks"], name), "guidellm", tell)
+        return _kept(_of_guidellm(document["benchmarks"], name), name, "guidellm", tell)
     if isinstance(document, list) and document and all(isinstance(each, dict) for each in document):
         if "conversations" in document[0]:
-            return _kept(_of_sharegpt(document, name), "ShareGPT", tell)
+            return _kept(_of_sharegpt(document, name), name, "ShareGPT", tell)
         if document[0].keys() >= {"start_time", "info"}:
-            return _kept(_of_inference_perf(document, name), "inference-perf", tell)
+            return _kept(_of_inference_perf(document, name), name, "inference-perf", tell)
         return list(enumerate(document, start=1))
     raise InputError(
         f"{name} is no document that is known here: a list of objects, ShareGPT's conversations, or what vllm bench "
@@ -36,9 +36,12 @@ def requests_of(document: Any, name: str, tell: Tell) -> list[tuple[int, Mapping
     )
 
 
-def _kept(rows: Iterator[tuple[int, Mapping[str, Any] | None]], form: str, tell: Tell) -> list[Any]:
+def _kept(rows: Iterator[tuple[int, Mapping[str, Any] | None]], name: str, form: str, tell: Tell) -> list[Any]:
     """Without those that are None, of which it is told how many they are."""
-    listed = list(rows)
+    try:
+        listed = list(rows)
+    except (AttributeError, TypeError) as error:  # an object where a text should be, or the other way round
+        raise InputError(f"{name} is not as {form} writes it: {error}") from error
     tell(f"read as {form}'s")
     if left_out := [place for place, row in listed if row is None]:
         what = (
@@ -70,15 +73,10 @@ def _of_inference_perf(found: Sequence[Any], name: str) -> Iterator[tuple[int, M
         info = each.get("info")
         if not isinstance(info, dict):
             raise InputError(f"{name}, entry {place}: there is no info")
+        prompt = (info.get("request_metrics") or {}).get("text") or info
         answer = info.get("response_metrics") or info
-        yield (
-            place,
-            {
-                "arrival_s": each.get("start_time"),
-                "prompt_tokens": info.get("input_tokens"),
-                "output_tokens": answer.get("output_tokens"),
-            },
-        )
+        lengths = {"prompt_tokens": prompt.get("input_tokens"), "output_tokens": answer.get("output_tokens")}
+        yield place, {"arrival_s": each.get("start_time"), **lengths}
 
 
 def _of_guidellm(benchmarks: Any, name: str) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
@@ -90,14 +88,8 @@ def _of_guidellm(benchmarks: Any, name: str) -> Iterator[tuple[int, Mapping[str,
             raise InputError(f"{name}: a benchmark has no requests.successful: it was written without single requests")
         for each in requests["successful"]:
             place += 1
-            yield (
-                place,
-                {
-                    "arrival_s": each.get("request_start_time", each.get("start_time")),
-                    "prompt_tokens": each.get("prompt_tokens"),
-                    "output_tokens": each.get("output_tokens"),
-                },
-            )
+            lengths = {name: each.get(name) for name in ("prompt_tokens", "output_tokens")}
+            yield place, {"arrival_s": each.get("request_start_time", each.get("start_time")), **lengths}
         for _ in range(sum(len(requests.get(kind) or ()) for kind in ("errored", "incomplete"))):
             place += 1
             yield place, None

@@ -225,7 +225,8 @@ def test_what_inference_perf_writes_of_each_request_is_read_as_a_trace(read: Rea
         return {"start_time": start_s, "end_time": start_s + 1, "request": "{}", "info": info, "error": error}
 
     older = line(5.0, {"input_tokens": 10, "output_tokens": 4, "output_token_times": [5.1]})
-    newer = line(7.5, {"input_tokens": 20, "response_metrics": {"output_tokens": 6}})
+    asked = {"text": {"input_tokens": 20}}
+    newer = line(7.5, {"request_metrics": asked, "response_metrics": {"output_tokens": 6}})
     failed = line(6.0, None, {"error_type": "Timeout", "error_msg": ""})
     assert columns(read("per_request.json", [older, failed, newer])) == ([0.0, 2.5], [10, 20], [4, 6])
 
@@ -239,6 +240,23 @@ def test_what_guidellm_writes_of_each_request_is_read_as_a_trace(read: Reading) 
     assert any("left out 1 requests" in text for text in read.told)
     with pytest.raises(InputError, match="without single requests"):
         read("benchmarks.json", {"benchmarks": [{"metrics": {}}]})
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"benchmarks": [{"requests": {"successful": [7]}}]},
+        {"input_lens": [1], "output_lens": 7},
+        [{"start_time": 1.0, "info": {"response_metrics": 7}}],
+        [{"conversations": [7]}],
+        {"prompts": []},
+        [],
+        7,
+    ],
+)
+def test_a_document_of_another_make_is_refused_in_words(document: Any, read: Reading) -> None:
+    with pytest.raises(InputError, match="own.json"):
+        read("own.json", document)
 
 
 def test_a_mark_of_the_byte_order_and_blanks_around_names_hide_no_column(read: Reading) -> None:
