@@ -93,8 +93,15 @@ class Storage:
                 os.replace(part, target)
             return os.path.getsize(target)
         with _as_os_error():
-            with self._fs.open(target, "wb") as file:
-                file.writelines(chunks)
+            file = self._fs.open(target, "wb")
+        try:
+            for chunk in chunks:  # whose own errors are not the folder's
+                with _as_os_error():
+                    file.write(chunk)
+        finally:
+            with _as_os_error():
+                file.close()
+        with _as_os_error():
             return int(self._fs.size(target))
 
     @contextmanager

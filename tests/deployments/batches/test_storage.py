@@ -1,7 +1,7 @@
 """The folder of batches, on a disk and in a store of objects."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -101,6 +101,15 @@ def test_a_file_that_was_not_written_to_its_end_is_not_there(tmp_path: Path) -> 
         storage.write("a/b", breaks())  # type: ignore[arg-type]
     assert storage.names("a") == []
     assert list(Path(tmp_path, "a").iterdir()) == []
+
+
+def test_an_error_of_what_is_written_is_not_one_of_the_folder(storage: Storage) -> None:
+    def breaks() -> Iterator[bytes]:
+        yield b"half"
+        raise KeyError("of the caller")
+
+    with pytest.raises(KeyError, match="of the caller"):
+        storage.write("a/b", breaks())
 
 
 def test_names_are_sorted_and_there_are_none_in_no_folder(storage: Storage) -> None:
