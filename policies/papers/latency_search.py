@@ -22,8 +22,8 @@ from policies.types import LEAST_STEP_S, StepResult
 
 # One noisy window must not end a search.
 _MISSES = 2
-# Windows after which a search that has let go begins anew; a try in vain takes about eight, a hundredth of the most.
-_LEAST_REST, _MOST_REST = 64, 1024
+# Windows after which a search that has let go begins anew; a try in vain takes about eight, 3 % of the least.
+_LEAST_REST, _MOST_REST = 256, 1024
 # epsilon_D / D_SLA: a latency so near its target is on it.
 _TOLERANCE_FRACTION = 0.04
 
