@@ -17,7 +17,7 @@ from deployments.command.cores import engines_undisturbed
 from deployments.command.ray_start import start_ray
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
-from deployments.process.environment import START_S, one_machine_env, serve_env
+from deployments.process.environment import BODY_TIMEOUT_ENV, START_S, one_machine_env, serve_env
 from deployments.process.ports import address
 from deployments.process.stages import STAGES_ENV
 from policies.errors import ApplicationStartError
@@ -57,6 +57,7 @@ def running(config: AppConfig, run_dir: Path, host: str, port: int, stages: Stag
     """
     stages.follow(run_dir / STAGES)
     stages.begin("starting Ray")
+    os.environ.setdefault(BODY_TIMEOUT_ENV, str(round(1e3 * config.router.body_timeout_s)))
     with _ray(run_dir, port, stages):
         _deploy(config, stages)
         url = f"http://{address(host, port)}"

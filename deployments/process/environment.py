@@ -13,6 +13,7 @@ from deployments.process.vllm_env import CORES_ENV
 
 LOOPBACK_ENV = "SLUICE_LOOPBACK"
 REDIS_URL_ENV = "SLUICE_REDIS_URL"
+BODY_TIMEOUT_ENV = "SLUICE_BODY_TIMEOUT_MS"  # of HAProxy, for what it has of a body before a router has it
 REPLICA_ENV = "SLUICE_REPLICA"  # tells an engine's processes that a replica of ours started them
 HAPROXY = Path(__file__).with_name("haproxy.sh")
 _HAPROXY_ENV = "RAY_SERVE_HAPROXY_BINARY_PATH"

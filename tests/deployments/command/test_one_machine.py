@@ -1,5 +1,6 @@
 """`sluice serve` until it is ready and at its end: health, Ray, resources, and what it asks of Ray Serve."""
 
+import os
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ from deployments.command.one_machine import _check_resources, _wait_until_health
 from deployments.command.stages import Stages
 from deployments.config.application import AppConfig
 from deployments.config.router import RouterSection
+from deployments.process.environment import BODY_TIMEOUT_ENV
 from policies.errors import ApplicationStartError
 from tests.http_server import answering
 from tests.waiting import wait_until
@@ -22,6 +24,17 @@ def test_a_health_that_never_becomes_200_is_given_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(one_machine, "START_S", 0.1)
     with answering(lambda _: (204, b"")) as url, pytest.raises(ApplicationStartError, match="status 204"):
         _wait_until_healthy(url)
+
+
+def test_haproxy_starts_with_the_routers_time_for_a_body(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    monkeypatch.setenv(BODY_TIMEOUT_ENV, "")
+    monkeypatch.delenv(BODY_TIMEOUT_ENV)
+    monkeypatch.setattr(one_machine, "_start_ray", lambda *_: told.append(os.environ[BODY_TIMEOUT_ENV]) or 1 / 0)
+    config = AppConfig.model_validate({"model": "m", "router": {"body_timeout_s": 1.5}})
+    with pytest.raises(ZeroDivisionError), running(config, tmp_path, "127.0.0.1", 8000, Stages()):
+        pass
+    assert told == ["1500"]
 
 
 def test_a_ray_that_does_not_start_is_told_in_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

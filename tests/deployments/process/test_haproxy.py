@@ -1,6 +1,8 @@
 """HAProxy as the script of a cluster starts it, and the wrapper of one machine, as Ray Serve itself configures it."""
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 import psutil
@@ -104,11 +107,52 @@ def router() -> Iterator[int]:
         yield int(url.rpartition(":")[2])
 
 
-def test_a_request_has_30_s_to_come(serve: Serve, router: int) -> None:
+def test_a_body_has_the_routers_time_to_come_and_is_refused_in_openais_form(
+    serve: Serve, router: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENV, "SLUICE_BODY_TIMEOUT_MS", "500")
+    serve.writes(router)
+    with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+        client.sendall(b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 10\r\n\r\nslow")
+        assert error_in(read_all(client)) == (408, "RequestTimeout", None)
+
+
+def test_a_router_that_breaks_off_before_it_answers_is_told_in_openais_form(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serve.writes(listener.getsockname()[1])
+        with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+            client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            _asked_for(listener, b"GET /v1/models").close()
+            assert error_in(read_all(client)) == (502, "BadGateway", "5")
+
+
+def test_every_page_of_its_own_has_openais_form(serve: Serve, router: int) -> None:
     serve.writes(router)
     with serve.running():
-        defaults = serve.file.read_text().partition("frontend")[0].splitlines()
-    assert {"    option http-buffer-request", "    timeout http-request 30s"} <= set(defaults)
+        text = serve.file.read_text()
+    pages = re.findall(r"^ *errorfile (\d+) (.*)$", text, re.MULTILINE)
+    assert [int(status) for status, _ in pages] == [400, 408, 500, 502, 503, 504]
+    for status, file in pages:
+        found, kind, retry_after = error_in(Path(file).read_bytes())
+        assert (found, kind) == (int(status), HTTPStatus(found).phrase.replace(" ", ""))
+        assert (retry_after is not None) == (found > 500)
+    (nowhere,) = re.findall(r"http-request return status 404 content-type (\S+) string '(.*)'", text)
+    assert (nowhere[0], json.loads(nowhere[1])["error"]["code"]) == ("application/json", 404)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
+
+
+def error_in(answer: bytes) -> tuple[int, str, str | None]:
+    """Status and type of an error in OpenAI's form, and its Retry-After."""
+    head, _, body = answer.decode().partition("\r\n\r\n")
+    status, *lines = head.split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    error = json.loads(body)["error"]
+    assert (headers["content-type"], int(headers["content-length"])) == ("application/json", len(body))
+    assert error["code"] == int(status.split()[1])
+    return error["code"], error["type"], headers.get("retry-after")
 
 
 @pytest.mark.parametrize("out_of_reach", [0, 1])
