@@ -26,8 +26,8 @@ class RouterSection(Section):
     """Bodies of all requests that a router handles together. Beyond it the largest of those still on their way get
     503."""
     body_timeout_s: LiveKey[Seconds] = 30.0
-    """The longest that a body may take to come; then it gets 408. HAProxy has the first 32 kB before a router: on clusters
-    it takes SLUICE_BODY_TIMEOUT_MS, 30 s without."""
+    """The longest that a body may take to come; then it gets 408. HAProxy has the first 32 kB before a router: on
+    clusters it takes SLUICE_BODY_TIMEOUT_MS, 30 s without."""
     max_engine_requests: LiveKey[int] = Field(default=256, ge=1)
     """Prompts, conversations or items of one HTTP request, times the answers to each. More get 400."""
     max_prompt_logprobs: LiveKey[int] = Field(default=1 << 14, ge=1)

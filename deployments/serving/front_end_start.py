@@ -303,11 +303,13 @@ async def _application(
 
         from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
         from deployments.engines.vllm.responses import KeptResponses, stored_responses
+        from deployments.engines.vllm.validation import refuse_soon
 
     fetch_media_from_allowed_addresses(config.router.media_networks)
     args.enable_offline_docs = not args.disable_fastapi_docs
     tasks = await llm.get_supported_tasks()
     app: FastAPI = build_app(args, tasks, llm.model_config)
+    refuse_soon(app)
     log_causes(app)
     kept = None if responses is None else KeptResponses(background=responses, max_bytes=limits.max_body_bytes)
     with stored_responses(kept):

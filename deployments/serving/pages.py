@@ -26,6 +26,9 @@ from router.clock import MonotonicClock
 from router.exposition import merge
 
 METRICS_FRESH_S = 1.0  # the page takes some ms of the loop that sends tokens, and needs no key
+# vLLM's own /metrics shows one process alone, with all paths below. /invocations tries a body as every kind of request,
+# in turn: what no kind takes would be refused at the price of all.
+LEFT_OUT = ("/metrics", "/invocations")
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -47,8 +50,8 @@ class Pages:
         self._exposition = SharedCall(self._merged, METRICS_FRESH_S, MonotonicClock())
 
     def put_into(self, app: FastAPI) -> None:
-        """Ours come first in the list. vLLM's own /metrics shows one process alone, with all paths below."""
-        kept = [route for route in app.router.routes if getattr(route, "path", None) != "/metrics"]
+        """Ours come first in the list."""
+        kept = [route for route in app.router.routes if getattr(route, "path", None) not in LEFT_OUT]
         app.router.routes[:] = [
             Route("/metrics", self.metrics),
             Route("/metrics/", self.metrics),

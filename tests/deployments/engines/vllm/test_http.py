@@ -28,6 +28,7 @@ from deployments.config.router import RouterSection
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import RoutedAsyncLLM, RoutedEngineCore
 from deployments.engines.vllm.grammars import Compiled
+from deployments.engines.vllm.validation import refuse_soon
 from deployments.http.keys import digest
 from deployments.http.middleware import log_causes
 from deployments.serving import service
@@ -73,6 +74,7 @@ async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Routed) -> AsyncIterato
     most = Live(MOST_LOGPROBS)
     llm = RoutedAsyncLLM(args, routed, None, most, made_grammars=lambda _: Compiles())  # type: ignore[arg-type, return-value]
     made = build_app(args, ("generate",), llm.model_config)
+    refuse_soon(made)
     log_causes(made)
     await init_app_state(llm, made.state, args, ("generate",))
     made.state.server = SimpleNamespace()
@@ -475,6 +477,10 @@ async def test_the_metrics_page_is_one_under_both_its_names_and_nothing_is_below
     assert pages[0].text == pages[1].text
     below = await whole.get("/metrics/x", headers=WITH_KEY)
     assert below.status_code == 404
+
+
+async def test_a_route_that_tries_a_body_as_each_kind_of_request_is_not_served(whole: httpx.AsyncClient) -> None:
+    assert (await whole.post("/invocations", json={"prompt": "a"}, headers=WITH_KEY)).status_code == 404
 
 
 async def test_the_page_of_the_api_needs_nothing_from_other_hosts(whole: httpx.AsyncClient, vllms: FastAPI) -> None:
