@@ -219,6 +219,25 @@ def test_headers_that_ray_cannot_read_are_refused_in_openais_form(sluice: Sluice
     assert (status, name.lower() in answer["error"]["message"]) == (400, True)
 
 
+@pytest.mark.parametrize("path", ["/v1/models/nobody", "/v1/files/none/nothing", "/v1/nothing"])
+def test_paths_that_are_not_there_are_told_in_openais_form(sluice: Sluice, path: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(f"{sluice.url}{path}", timeout=60)
+    assert json.load(error.value)["error"]["code"] == error.value.code == (501 if "files" in path else 404)
+
+
+def test_at_anthropics_route_errors_have_anthropics_form(sluice: Sluice) -> None:
+    for body in (b"{}", b"no JSON"):
+        status, _, answer = post(sluice, "/v1/messages", body)
+        assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+
+
+def test_a_request_whose_time_is_over_is_told_in_openais_form(sluice: Sluice) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2000, "ignore_eos": True}
+    status, _, answer = post(sluice, CHAT, json.dumps(body).encode(), {"X-Request-Timeout-Seconds": "0.2"})
+    assert (status, "X-Request-Timeout-Seconds" in answer["error"]["message"]) == (408, True)
+
+
 def test_headers_of_more_than_16_kb_are_refused_in_openais_form(sluice: Sluice) -> None:
     status, _, answer = post(sluice, CHAT, b"{}", {"Cookie": "x" * 20_000})
     assert (status, answer["error"]["type"]) == (400, "BadRequest")
