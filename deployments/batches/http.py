@@ -15,11 +15,12 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.batches.files import FileRecord, Files, NotFoundError, owner_of
 from deployments.batches.state import ENDED, Batches, BatchRequest
 from deployments.batches.storage import CHUNK_BYTES, Storage
+from deployments.batches.uploads import Uploads
 from deployments.config.services import BatchesSection
 from deployments.http.bodies import ClientLeftError
 from deployments.http.errors import HttpError, bad_request, error_response
@@ -52,7 +53,7 @@ class BatchApi:
         self._section, self._look = section, look
         self._files, self._batches = Files(storage, section.keep_s), Batches(storage)
         self._endpoints = [each for each in ENDPOINTS if each in served]
-        self._uploads = asyncio.Semaphore(4)  # each has its file on the disk before it is stored
+        self._uploads = Uploads(section.max_file_bytes, section.upload_timeout_s)
         routes = Router(
             [
                 _route(UPLOAD_PATH, "POST", self._upload),
@@ -73,27 +74,16 @@ class BatchApi:
         await self._served(scope, receive, send)
 
     async def _upload(self, request: Request) -> Response:
-        most = self._section.max_file_bytes + (64 << 10)  # for the form's other fields and its separators
-        bounded = Request(request.scope, _bounded(request.receive, most, self._too_large))
-        try:
-            async with (
-                asyncio.timeout(self._section.upload_timeout_s),
-                self._uploads,
-                bounded.form(max_files=1, max_fields=8) as form,
-            ):
-                return JSONResponse((await self._stored(form)).as_openai())
-        except TimeoutError as error:
-            why = f"the file was not whole within {self._section.upload_timeout_s:g} s (batches.upload_timeout_s)"
-            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, why) from error
-        except ClientDisconnect as error:
-            raise ClientLeftError("the client left before its file was whole") from error
-        except (MultiPartException, HTTPException) as error:
-            raise bad_request(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
-
-    @property
-    def _too_large(self) -> HttpError:
-        why = f"the file exceeds {self._section.max_file_bytes} bytes (batches.max_file_bytes)"
-        return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
+        async with self._uploads.receiving(asking_owner()) as upload:
+            bounded = Request(request.scope, self._uploads.bounded(upload, request.receive))
+            try:
+                async with bounded.form(max_files=1, max_fields=8, max_part_size=4096) as form:
+                    stored = await self._uploads.stored(upload, self._stored(form))
+                    return JSONResponse(stored.as_openai())
+            except ClientDisconnect as error:
+                raise ClientLeftError("the client left before its file was whole") from error
+            except (MultiPartException, HTTPException) as error:
+                raise bad_request(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
 
     async def _stored(self, form: FormData) -> FileRecord:
         upload, owner = form.get("file"), asking_owner()
@@ -227,21 +217,6 @@ def _route(path: str, method: str, answer: Callable[[Request], Awaitable[Respons
             return error_response(503, "the folder of batches cannot be used now")
 
     return Route(path, endpoint, methods=[method])
-
-
-def _bounded(receive: Receive, most: int, too_large: HttpError) -> Receive:
-    """Receives the same, and raises the error beyond `most` bytes."""
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise too_large
-        return message
-
-    return bounded
 
 
 def _chunks(upload: UploadFile) -> Iterator[bytes]:

@@ -18,6 +18,8 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+# Fetches at once, in all and from one host: clients choose the servers, so a slow one must not hold those of others.
+MOST_FETCHES, MOST_OF_A_HOST = 1024, 256
 VLLMS_OWN = "http"  # the name of vLLM's connector, which VLLM_MEDIA_CONNECTOR may replace by an operator's
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -49,7 +51,12 @@ class _CheckedConnection(HTTPConnection):
     async def get_async_client(self) -> aiohttp.ClientSession:
         if self._async_client is None:
             # Trying several addresses at once, aiohttp would take a refusal for one that cannot be reached.
-            connector = aiohttp.TCPConnector(happy_eyeballs_delay=None, socket_factory=self._socket)
+            connector = aiohttp.TCPConnector(
+                limit=MOST_FETCHES,
+                limit_per_host=MOST_OF_A_HOST,
+                happy_eyeballs_delay=None,
+                socket_factory=self._socket,
+            )
             self._async_client = aiohttp.ClientSession(connector=connector, trust_env=True)
         return self._async_client
 

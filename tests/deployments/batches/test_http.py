@@ -1,16 +1,19 @@
 """Files and batches as the official client uses them, through the middleware, with a runner beside it."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from deployments.batches import uploads
 from deployments.batches.http import BatchApi, no_batch_api
 from deployments.batches.runner import Runner
 from deployments.batches.storage import Storage
@@ -231,6 +234,61 @@ async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None
     headers = {"Authorization": "Bearer mine", "Content-Type": "multipart/form-data; boundary=x"}
     answer = await service.http.post("/v1/files", content=never_ends(), headers=headers)
     assert answer.status_code == 408
+
+
+FORM = (
+    b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
+)
+
+
+@pytest.fixture
+async def slowly(service: Service) -> AsyncIterator[Callable[..., asyncio.Task[httpx.Response]]]:
+    """Uploads that have begun, and whose rest never comes."""
+    tasks = []
+
+    def begin(key: str = "mine", size: int = 1) -> asyncio.Task[httpx.Response]:
+        async def parts() -> AsyncIterator[bytes]:
+            yield FORM + b"x" * size
+            await asyncio.Event().wait()
+
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "multipart/form-data; boundary=x"}
+        tasks.append(asyncio.create_task(service.http.post("/v1/files", content=parts(), headers=headers)))
+        return tasks[-1]
+
+    yield begin
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_no_slow_upload_keeps_another_waiting(service: Service, slowly: Any) -> None:
+    slow = [slowly() for _ in range(16)]
+    async with asyncio.timeout(10):
+        for key in ("yours", "mine"):
+            await uploaded(service.client(key))
+    assert not any(each.done() for each in slow)
+
+
+async def test_an_upload_that_comes_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch, slowly: Any) -> None:
+    monkeypatch.setattr(uploads, "GRACE_S", 0.1)
+    answer = await asyncio.wait_for(slowly(), 10)
+    assert (answer.status_code, "bytes a second" in answer.json()["error"]["message"]) == (408, True)
+
+
+@pytest.mark.parametrize("bound", ["MOST_AT_ONCE", "MOST_FILES"])
+async def test_beyond_what_all_may_have_the_slowest_of_the_key_with_the_most_gives_way(
+    monkeypatch: pytest.MonkeyPatch, service: Service, slowly: Any, bound: str
+) -> None:
+    monkeypatch.setattr(uploads, bound, {"MOST_AT_ONCE": 4, "MOST_FILES": 2}[bound])
+    slowest = slowly(size=20_000)
+    others = [slowly(size=60_000), slowly(size=60_000), slowly("yours", size=10)]
+    await asyncio.sleep(1.1)
+    assert not slowest.done()
+    others.append(slowly("yours", size=80_000))
+    answer = await asyncio.wait_for(slowest, 10)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert not any(each.done() for each in others)
 
 
 async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_headers_that_ray_cannot_read_are_refused_in_openais_form(sluice: Sluice
 def test_paths_that_are_not_there_are_told_in_openais_form(sluice: Sluice, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(f"{sluice.url}{path}", timeout=60)
-    assert json.load(error.value)["error"]["code"] == error.value.code == (501 if "files" in path else 404)
+    assert json.load(error.value)["error"]["code"] == error.value.code == 404
 
 
 def test_at_anthropics_route_errors_have_anthropics_form(sluice: Sluice) -> None:

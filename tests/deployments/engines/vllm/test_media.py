@@ -1,5 +1,6 @@
 """vLLM's own media connector against real servers on loopback addresses, as a router sets it up."""
 
+import asyncio
 import io
 import socket
 from collections.abc import AsyncIterator
@@ -15,11 +16,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
 
 from deployments.config.application import AppConfig
+from deployments.engines.vllm import media
 from deployments.engines.vllm.media import VLLMS_OWN, fetch_media_from_allowed_addresses, is_allowed
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
-ALLOWED, REFUSED = "127.0.0.2", "127.0.0.1"
+ALLOWED, ALLOWED_TOO, REFUSED = "127.0.0.2", "127.0.0.3", "127.0.0.1"
 
 
 class Servers:
@@ -39,6 +42,11 @@ class Servers:
         self.asked.append(request.host)
         raise web.HTTPFound(self.url(request.query["host"]))
 
+    async def slow(self, request: web.Request) -> web.Response:
+        self.asked.append(request.host)
+        await asyncio.Event().wait()
+        raise AssertionError
+
     def url(self, host: str, path: str = "picture.png") -> str:
         return f"http://{host}:{self.port}/{path}"
 
@@ -46,8 +54,9 @@ class Servers:
 @pytest.fixture
 async def servers() -> AsyncIterator[Servers]:
     made, app = Servers(), web.Application()
-    app.add_routes([web.get("/picture.png", made.picture), web.get("/elsewhere", made.elsewhere)])
-    runner = web.AppRunner(app)
+    paths = {"/picture.png": made.picture, "/elsewhere": made.elsewhere, "/slow": made.slow}
+    app.add_routes([web.get(path, answer) for path, answer in paths.items()])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     listener = socket.create_server(("0.0.0.0", 0))
     made.port = listener.getsockname()[1]
@@ -59,7 +68,7 @@ async def servers() -> AsyncIterator[Servers]:
 @pytest.fixture
 async def connector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     monkeypatch.setattr(MEDIA_CONNECTOR_REGISTRY, "name2class", dict(MEDIA_CONNECTOR_REGISTRY.name2class))
-    config = AppConfig.model_validate({"model": "m", "router": {"media_networks": [f"{ALLOWED}/32"]}})
+    config = AppConfig.model_validate({"model": "m", "router": {"media_networks": [f"{ALLOWED}/31"]}})
     fetch_media_from_allowed_addresses(config.router.media_networks)
     made = MEDIA_CONNECTOR_REGISTRY.load(VLLMS_OWN)
     yield made
@@ -69,6 +78,20 @@ async def connector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
 async def test_a_picture_from_an_allowed_network_is_fetched(servers: Servers, connector: Any) -> None:
     assert (await connector.fetch_image_async(servers.url(ALLOWED))).size == (3, 2)
     assert (await connector.fetch_image_async(servers.url(ALLOWED, f"elsewhere?host={ALLOWED}"))).size == (3, 2)
+
+
+async def test_a_slow_server_keeps_no_picture_of_another_waiting(
+    servers: Servers, connector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "MOST_OF_A_HOST", 2)
+    slow = [asyncio.create_task(connector.fetch_image_async(servers.url(ALLOWED, "slow"))) for _ in range(3)]
+    await until(lambda: len(servers.asked) == 2)
+    async with asyncio.timeout(4):  # vLLM gives a fetch 5 s
+        assert (await connector.fetch_image_async(servers.url(ALLOWED_TOO))).size == (3, 2)
+    assert len(servers.asked) == 3 and not any(each.done() for each in slow)
+    for each in slow:
+        each.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
 
 
 @pytest.mark.parametrize("host", [REFUSED, "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "169.254.169.254"])
