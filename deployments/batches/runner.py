@@ -5,7 +5,9 @@ It does not use the shared state. All that it knows it has read from files, so a
 
 import asyncio
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -38,8 +40,16 @@ LOAD_S = 1.0  # how often it looks at the engines' load
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again; each is twice the one before
 MOST_SHOWN = 100  # open batches of one owner, in the status
-MOST_FAILURES = 10  # of one request, each of which may have cost several engine replicas
-LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.REQUEST_TIMEOUT)
+# Statuses that may become right by waiting, and how often a request is sent again for one: each failure may have cost
+# several engine replicas, and a 500 mostly comes of the request.
+LATER: Mapping[int, float] = {
+    HTTPStatus.TOO_MANY_REQUESTS: math.inf,
+    HTTPStatus.REQUEST_TIMEOUT: math.inf,
+    HTTPStatus.INTERNAL_SERVER_ERROR: 1,
+    HTTPStatus.BAD_GATEWAY: 9,
+    HTTPStatus.SERVICE_UNAVAILABLE: 9,
+    HTTPStatus.GATEWAY_TIMEOUT: 9,
+}
 
 
 class Routers(Protocol):
@@ -218,16 +228,15 @@ class Runner:
         return self._tracing.begin("batch line", time.monotonic(), attributes)
 
     async def _reply(self, record: BatchRecord, line: Line, trace: TraceHeaders | None) -> Reply:
-        failures, pause_s = 0, FIRST_PAUSE_S
+        tries, pause_s = Counter[int](), FIRST_PAUSE_S
         while True:
             try:
                 reply = await self._routers.answer(record.key, record.endpoint, line.body, trace)
             except ReplicaLostError as error:
                 logger.info("no router answers: %s", error)
                 reply = Reply(HTTPStatus.TOO_MANY_REQUESTS, b"")
-            failures += reply.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-            is_final = reply.status not in LATER and reply.status < HTTPStatus.INTERNAL_SERVER_ERROR
-            if is_final or failures == MOST_FAILURES:
+            tries[reply.status] += 1
+            if tries[reply.status] > LATER.get(reply.status, 0):
                 return reply
             await asyncio.sleep(max(pause_s, reply.retry_after_s or 0.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -33,6 +33,8 @@ DEMO_ARGS = (
     "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 
+CPU_BLOCK_TOKENS = 32  # what the attention of vLLM's build for CPUs works in
+
 
 class ModelSection(Section):
     """A model and the engines that run it."""
@@ -143,6 +145,17 @@ class ModelSection(Section):
             raise ValueError(
                 f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: "
                 f"{' times '.join(name for name, _ in PARALLEL)} must be as many"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_blocks_that_its_device_takes(self) -> Self:
+        size = options(self.vllm_args).get("--block-size", "")
+        on_cpus = self.engine.kind == "vllm" and self.engine.num_gpus == 0 and not self.engine.placement_group_bundles
+        if on_cpus and size.isdecimal() and int(size) % CPU_BLOCK_TOKENS:
+            raise ValueError(
+                f"--block-size {size} in vllm_args: vLLM on CPUs takes multiples of {CPU_BLOCK_TOKENS} only; without "
+                "the option it takes what the model needs"
             )
         return self
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
+CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
 _CHUNK = b'data: {"'  # how one of a stream begins
 _NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
@@ -160,12 +161,18 @@ class Exchange:
         return True
 
     async def refuse(self, refused: SluiceError) -> None:
-        response = error_response(status_of(refused), str(refused))
+        why, headers = str(refused), {}
         if isinstance(refused, AdmissionError):
-            response.headers["Retry-After"] = str(max(1, math.ceil(refused.retry_after_s)))
-        self._start, self._is_over, self._status, self._error = None, True, response.status_code, str(refused)
-        headers = response.raw_headers
-        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+            retry_after_s = max(1, math.ceil(refused.retry_after_s))
+            headers["Retry-After"] = str(retry_after_s)
+            if retry_after_s > CLIENTS_WAIT_S:
+                why += f"; try again in {retry_after_s} s, for which clients mostly do not wait by themselves"
+        response = error_response(status_of(refused), why)
+        response.headers.update(headers)
+        self._start, self._is_over, self._status, self._error = None, True, response.status_code, why
+        await self._send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
         await self._send({"type": "http.response.body", "body": response.body})
 
     def log(self, scope: Scope) -> None:

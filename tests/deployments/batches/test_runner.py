@@ -199,15 +199,16 @@ async def test_a_request_whose_key_has_spent_its_quota_is_sent_again_and_in_its_
     assert routers.keys == ["team"] * 3
 
 
-async def test_a_request_that_fails_again_and_again_is_given_up(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("status", "times"), [(503, 10), (502, 10), (500, 2), (501, 1), (400, 1)])
+async def test_a_request_is_sent_again_as_often_as_waiting_may_help(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch, status: int, times: int
 ) -> None:
     monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.01)
-    record, routers = folder.batch(lines(["a"])), Routers(lambda _: Reply(503, b"{}"))
+    record, routers = folder.batch(lines(["a"])), Routers(lambda _: Reply(status, b"{}"))
     async with running(folder, routers):
         shown = await folder.ends(record)
     assert shown["request_counts"]["failed"] == 1
-    assert routers.asked["a"] == module.MOST_FAILURES
+    assert routers.asked["a"] == times
 
 
 async def test_a_batch_waits_while_no_router_is_there(folder: Folder) -> None:

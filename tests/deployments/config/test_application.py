@@ -81,6 +81,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *(({"bins": {"count": 2, "edges": e}}, "bins", "ascending") for e in ([0, 10], [0, 10, 5], [0, 10, 10])),
     ({"batches": {"keep_s": 3600, "max_window_s": 3600}}, "batches", "max_window_s"),
     ({"more_models": [{"model": "m"}]}, "", "must differ"),
+    ({"vllm_args": ["--block-size", "16"], "engine": {"num_gpus": 0}}, "", "multiples of 32"),
+    ({"vllm_args": ["--block_size=48"], "engine": {"num_gpus": 0}}, "", "multiples of 32"),
     # Classes and what goes by predicted work
     *(({"classes": {"standard": {}, name: {}}}, "", "must be a letter") for name in ("-prefill", "2", "a b", "")),
     ({"mode": "stock", "classes": {"standard": {"when_late": "refuse"}}}, "", "predicted work"),

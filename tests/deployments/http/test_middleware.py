@@ -566,6 +566,15 @@ async def test_a_stream_that_is_refused_after_its_first_events_is_answered_as_th
     assert json.loads(body["body"])["error"]["message"] == "no room"
 
 
+@pytest.mark.parametrize(("again_s", "said"), [(120.0, "spent"), (120.5, "spent; try again in 121 s")])
+async def test_a_refusal_for_longer_than_clients_wait_says_for_how_long(again_s: float, said: str) -> None:
+    async def spent(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AdmissionError("spent", again_s)
+
+    start, body = await sent_by(spent)
+    assert (start["status"], json.loads(body["body"])["error"]["message"].partition(", for")[0]) == (429, said)
+
+
 @pytest.mark.parametrize(
     ("then", "rest"), [("queued", [b"first token", b"second token", b""]), ("ended", [b""]), ("broken", [])]
 )
