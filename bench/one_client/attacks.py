@@ -1,8 +1,13 @@
-"""Requests that cost much and are sent by one client: those that once made a router stand still, and others."""
+"""Requests that cost much and are sent by one client: as much as passes, and hardly more, which is refused.
+
+None makes software of others hang or crash: by what a refusal costs at so little it shows what it would at more.
+"""
 
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from deployments.http.limits import FIELD_LIMITS
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = [{"role": "user", "content": "hello"}]
@@ -33,16 +38,6 @@ def schema_of(schema: Any) -> dict[str, Any]:
     return chat(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}})
 
 
-def one_ofs(depth: int) -> dict[str, Any]:
-    if depth == 0:
-        return {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
-    return {"oneOf": [one_ofs(depth - 1), one_ofs(depth - 1)]}
-
-
-def optionals(depth: int) -> str:
-    return "(a" * depth + ")?" * depth
-
-
 def tools(number: int) -> list[dict[str, Any]]:
     parameters = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20)}}
     return [{"type": "function", "function": {"name": f"f{n}", "parameters": parameters}} for n in range(number)]
@@ -50,30 +45,37 @@ def tools(number: int) -> list[dict[str, Any]]:
 
 def attacks(context_tokens: int) -> dict[str, Attack]:
     """By a name; those that follow the context are as large as it lets pass."""
-    return {**as_they_were_found(), **at_the_limits(context_tokens)}
+    return {**beyond_the_limits(context_tokens), **at_the_limits(context_tokens)}
 
 
-def as_they_were_found() -> dict[str, Attack]:
-    """Each once stopped all streams of a router, or an engine's grammars."""
+def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
+    """Hardly more than may be, or wrong in a way that costs no more here: all are refused."""
+    wrong, many = {"role": "user", "content": [{"type": "nobody"}]}, 20
     return {
-        "bad word of 3.9 MB": Attack(CHAT, chat(bad_words=["a" * 3_900_000])),
-        "schema of oneOf, depth 12": Attack(CHAT, schema_of(one_ofs(12))),
-        "120 000 messages": Attack(CHAT, chat(messages=USER * 120_000)),
-        "100 000 choices": Attack(CHAT, chat(structured_outputs={"choice": [str(n) for n in range(100_000)]})),
-        "200 000 biases": Attack(CHAT, chat(logit_bias={str(n): 1 for n in range(200_000)})),
-        "tokenize 3.8 MB": Attack("/tokenize", {"prompt": "hello " * 640_000}),
-        "1 500 conversations": Attack(f"{CHAT}/batch", chat(messages=[USER] * 1500)),
-        "20 000 items to score": Attack(
-            "/generative_scoring", {"query": "a", "items": ["b"] * 20_000, "label_token_ids": [300, 301]}
+        "a bad word too long": Attack(CHAT, chat(bad_words=["a" * (FIELD_LIMITS["bad_words"].chars or 0) + "a"])),
+        "one message too many": Attack(CHAT, chat(messages=USER * (FIELD_LIMITS["messages"].entries + 1))),
+        "one choice too many": Attack(
+            CHAT,
+            chat(structured_outputs={"choice": [str(n) for n in range(FIELD_LIMITS["choice"].entries + 1)]}),
         ),
-        "alternatives of a regex": Attack(
-            CHAT, chat(structured_outputs={"regex": f"({'|'.join('a' * n for n in range(1, 1500))})+"})
+        "one bias too many": Attack(
+            CHAT, chat(logit_bias={str(n): 1 for n in range(FIELD_LIMITS["logit_bias"].entries + 1)})
         ),
-        "300 optionals of a regex": Attack(CHAT, chat(structured_outputs={"regex": optionals(300)})),
-        "20 000 properties": Attack(CHAT, schema_of({"properties": {f"p{n}": {} for n in range(20_000)}})),
-        "anyOf of 1 000": Attack(CHAT, schema_of({"anyOf": [{"const": f"c{n}"} for n in range(1000)]})),
-        "a recursive grammar": Attack(CHAT, chat(structured_outputs={"grammar": 'root ::= root "a"'})),
-        "a schema that is itself": Attack(CHAT, schema_of({"$ref": "#"})),
+        "one tool too many": Attack(CHAT, chat(tools=tools(1) * (FIELD_LIMITS["tools"].entries + 1))),
+        "tokenize a text too long": Attack("/tokenize", {"prompt": "a" * (16 * context_tokens + 1)}),
+        "one conversation too many": Attack(f"{CHAT}/batch", chat(messages=[USER] * 257)),
+        "one item to score too many": Attack(
+            "/generative_scoring", {"query": "a", "items": ["b"] * 257, "label_token_ids": [300, 301]}
+        ),
+        "a schema too long": Attack(CHAT, schema_of({"const": "a" * (FIELD_LIMITS["response_format"].chars or 0)})),
+        "a schema of nothing that is there": Attack(CHAT, schema_of({"$ref": "#/definitions/x"})),
+        "an open parenthesis": Attack(CHAT, chat(structured_outputs={"regex": "(a"})),
+        "wrong items": Attack(RESPONSES, {"input": [wrong] * many}),
+        "a wrong item at the end of many": Attack(RESPONSES, {"input": [*USER * 1000, wrong]}),
+        "wrong parts of a message": Attack(RESPONSES, {"input": [{**wrong, "content": wrong["content"] * many}]}),
+        "wrong tools": Attack(RESPONSES, {"input": "a", "tools": [{"type": "nobody"}] * many}),
+        "a model with slashes": Attack(TEXT, text(model="/a" * 1000)),
+        "options of another type": Attack(CHAT, chat(structured_outputs=[1])),
     }
 
 

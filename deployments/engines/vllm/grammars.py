@@ -25,6 +25,7 @@ from router.background import BackgroundTasks
 
 logger = logging.getLogger(__name__)
 
+CHILD = "deployments.engines.vllm.grammar_child"  # what the process runs
 LENGTH = struct.Struct("<I")  # before every frame
 MAX_AT_ONCE = 4  # compilations: each may take a core and gigabytes of the router's machine
 MAX_KNOWN = 1024  # grammars that are not compiled again
@@ -148,7 +149,7 @@ class _Process:
             child = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "deployments.engines.vllm.grammar_child",
+                CHILD,
                 str(its.fileno()),
                 pass_fds=[its.fileno()],
                 env=env,

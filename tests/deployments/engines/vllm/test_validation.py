@@ -12,6 +12,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMError
 
+from bench.one_client.attacks import beyond_the_limits
 from deployments import app
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm.args import parse_vllm_args
@@ -133,6 +134,14 @@ async def test_what_vllms_own_checks_break_at_is_told_by_its_field(
 ) -> None:
     refused = await client.post(path, json={**whole(path), field: value})
     assert (refused.status_code, field in refused.json()["error"]["param"]) == (400, True)
+
+
+async def test_what_is_hardly_beyond_a_limit_is_refused_in_words(client: httpx.AsyncClient) -> None:
+    for name, attack in beyond_the_limits(2048).items():
+        body = {**attack.body, "model": attack.body.get("model", str(DEMO_MODEL))}
+        refused = await client.post(attack.path, json=body)
+        assert refused.status_code in (400, 404), name
+        assert 0 < len(refused.json()["error"]["message"]) <= MAX_MESSAGE_CHARS + len("..."), name
 
 
 @pytest.mark.parametrize("field", ["background", "truncation", "temperature", "tool_choice"])
