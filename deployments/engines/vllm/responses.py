@@ -209,7 +209,10 @@ class StoredResponses(OpenAIServingResponses):
 
     async def _render_resolved_response_inputs(self, *args: Any, **settings: Any) -> Any:
         """vLLM has the whole conversation here, and would keep it in its own process."""
-        rendered = await super()._render_resolved_response_inputs(*args, **settings)
+        try:
+            rendered = await super()._render_resolved_response_inputs(*args, **settings)
+        except (LookupError, AttributeError) as error:  # an item without what vLLM looks for in it
+            raise _bad("input", f"input: an item is not whole: {error}") from error
         if not isinstance(rendered, ErrorResponse):
             _turn.get().messages = rendered.messages
         return rendered

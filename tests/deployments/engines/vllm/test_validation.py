@@ -1,5 +1,6 @@
 """What vLLM's routes refuse: soon, by the field's name, and never with 500."""
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -17,12 +18,15 @@ from deployments import app
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import RoutedAsyncLLM
+from deployments.engines.vllm.grammars import Compiled
+from deployments.engines.vllm.responses import stored_responses
 from deployments.engines.vllm.validation import MAX_MESSAGE_CHARS, refuse_soon, shown
 from tests.deployments.bodies import behind_middleware
 from tests.deployments.engines.vllm.routed import ROOM, Routed
 
 pytestmark = pytest.mark.slow  # importing vLLM takes seconds
 
+TOOLS = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
 MANY = 20
 MOST_ERRORS = 400  # of one entry, by the members of the largest union
 OF_ENGINES = {"logprobs", "use_beam_search"}  # what the engine of these tests does not compute
@@ -45,16 +49,86 @@ WRONG: list[Any] = [1, "a", {}, [], {"type": "nobody"}, {"role": "user", "conten
 OF_OTHER_TYPES: list[Any] = [None, True, 5, 1.5, "a", [], ["a"], [1], [{}], [[1]], {}, {"a": "b"}, {"type": "a"}]
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "b"}'}}
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "b"},
+    {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "a"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+    USER,
+]
+# Fields that hold others, each with all that it may have.
+RICH: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": "a"},
+            {"role": "user", "name": "n", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "a"},
+            {"role": "tool", "tool_call_id": "c", "content": "b"},
+            USER,
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}},
+        "logit_bias": {"300": 1.0},
+        "chat_template_kwargs": {"enable_thinking": True},
+        "vllm_xargs": {"a": 1},
+        "stop": ["a"],
+        "bad_words": ["a"],
+    },
+    "/v1/completions": {
+        "prompt": ["a", "b"],
+        "structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "},
+        "stream_options": {"include_usage": True},
+        "stream": True,
+    },
+    "/v1/responses": {
+        "input": ITEMS,
+        "tools": [{"type": "function", **FUNCTION}],
+        "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "metadata": {"a": "b"},
+        "include": ["reasoning.encrypted_content"],
+    },
+    "/v1/messages": {
+        "system": [{"type": "text", "text": "a"}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": "b"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "b"}]},
+        ],
+        "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA}],
+        "stop_sequences": ["a"],
+        "metadata": {"user_id": "a"},
+    },
+    "/tokenize": {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "chat_template_kwargs": {"a": 1},
+    },
+}
+
+
+class Compiles:
+    """In place of the process that compiles grammars."""
+
+    async def compiled(self, fields: dict[str, Any]) -> Compiled:
+        return Compiled(backend="xgrammar", grammar="root ::= a")
+
+
 @pytest.fixture
 async def vllms(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FastAPI]:
     for name, value in app.router_env().items():
         monkeypatch.setenv(name, value)
-    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
+    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats", *TOOLS])
     args.enable_offline_docs = True
-    llm = RoutedAsyncLLM(args, Routed())  # type: ignore[arg-type]
+    llm = RoutedAsyncLLM(args, Routed(), made_grammars=lambda _: Compiles())  # type: ignore[arg-type, return-value]
     made = build_app(args, ("generate",), llm.model_config)
     refuse_soon(made)
-    await init_app_state(llm, made.state, args, ("generate",))
+    with stored_responses(None):
+        await init_app_state(llm, made.state, args, ("generate",))
     made.state.server = SimpleNamespace()
     yield made
     llm.shutdown()
@@ -120,6 +194,33 @@ async def test_a_field_of_another_type_is_refused_by_its_name_on_every_route(
     assert not failed, "\n".join(map(str, failed))
 
 
+def mutations(value: Any) -> Iterator[Any]:
+    """The same, with one value anywhere in it of another type."""
+    yield from OF_OTHER_TYPES
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from ({**value, name: other} for other in mutations(inner))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from ([*value[:number], other, *value[number + 1 :]] for other in mutations(inner))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", RICH)
+async def test_a_value_of_another_type_anywhere_in_a_body_is_no_fault_of_the_server(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    right = await client.post(path, json=whole(path) | RICH[path])
+    assert right.status_code == 200, right.text
+    failed = {}
+    for name, value in RICH[path].items():
+        for other in mutations(value):
+            answer = await client.post(path, json={**whole(path), name: other})
+            if answer.status_code >= 500 and answer.status_code != 501:
+                failed[json.dumps({name: other})] = answer.text[:200]
+    assert not failed, "\n".join(f"{body}: {said}" for body, said in failed.items())
+
+
 @pytest.mark.parametrize(
     ("path", "field", "value"),
     [
@@ -127,6 +228,7 @@ async def test_a_field_of_another_type_is_refused_by_its_name_on_every_route(
         ("/v1/chat/completions", "messages", 5),
         ("/v1/completions", "structured_outputs", "a"),
         ("/v1/responses", "tools", 5),
+        ("/v1/responses", "input", [{"type": "message", "role": "assistant", "content": []}, USER]),
     ],
 )
 async def test_what_vllms_own_checks_break_at_is_told_by_its_field(
