@@ -15,19 +15,23 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from policies.errors import InputError, ReplicaLostError, SluiceError
 from policies.live import Live
 from router.background import BackgroundTasks
+from router.timing import current
 
 logger = logging.getLogger(__name__)
 
 CHILD = "deployments.engines.vllm.grammar_child"  # what the process runs
 LENGTH = struct.Struct("<I")  # before every frame
 MAX_AT_ONCE = 4  # compilations: each may take a core and gigabytes of the router's machine
+MAX_OF_A_KEY = 3  # of those, so that one API key's slow grammars leave room for others'
 MAX_KNOWN = 1024  # grammars that are not compiled again
 START_TIMEOUT_S = 120.0  # importing vLLM and reading the tokenizer takes seconds, on a busy machine a minute
 CLOCK_PER_CPU = 4  # on a busy machine a compilation has less than a core: it is killed after its limit times this
@@ -66,6 +70,7 @@ class Grammars:
         self._known: OrderedDict[bytes, Compiled] = OrderedDict()
         self._compiling: dict[bytes, asyncio.Task[Compiled]] = {}
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
+        self._of_keys: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._process: asyncio.Task[_Process] | None = None
 
     async def compiled(self, fields: Mapping[str, Any]) -> Compiled:
@@ -100,7 +105,7 @@ class Grammars:
         process, timeout_s = await self._started(), self._timeout_s.now
         patience_s = 2 * CLOCK_PER_CPU * timeout_s + MARGIN_S
         try:
-            async with asyncio.timeout(patience_s), self._room:
+            async with asyncio.timeout(patience_s), self._turn_of_key(), self._room:
                 made = await process.compile(fields, timeout_s)
         except TimeoutError as error:
             raise ReplicaLostError(f"other grammars compile for {patience_s:g} s already: try again later") from error
@@ -109,6 +114,16 @@ class Grammars:
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
         return made
+
+    def _turn_of_key(self) -> AbstractAsyncContextManager[object]:
+        """Of the API key for whose request this is made."""
+        context = current.get()
+        if context is None or context.tenant is None:
+            return contextlib.nullcontext()
+        name = context.tenant.name
+        turns = self._of_keys.get(name) or asyncio.Semaphore(MAX_OF_A_KEY)
+        self._of_keys[name] = turns
+        return turns
 
     async def _started(self) -> "_Process":
         """The process; another one where it has ended."""

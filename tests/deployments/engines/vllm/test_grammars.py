@@ -18,10 +18,12 @@ from deployments.engines.vllm import grammars as grammars_module
 from deployments.engines.vllm.args import parse_vllm_args
 from deployments.engines.vllm.front_end import front_end_config
 from deployments.engines.vllm.grammar_child import outcome
-from deployments.engines.vllm.grammars import Compiled, Grammars
+from deployments.engines.vllm.grammars import MAX_AT_ONCE, Compiled, Grammars
 from policies.errors import InputError, ReplicaLostError, SluiceError
 from policies.live import Live
+from router.admission import Tenant
 from router.background import BackgroundTasks
+from router.timing import HttpContext, current
 from tests.slow_grammars import COMPUTES, NOTHING, SLEEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -103,6 +105,22 @@ async def test_a_grammar_without_end_holds_up_no_other() -> None:
         for each in endless:
             with pytest.raises(InputError, match=LATE):
                 await each
+
+
+async def test_the_slow_grammars_of_one_key_leave_room_for_those_of_others() -> None:
+    async def of_key(name: str, regex: str) -> Compiled:
+        current.set(HttpContext(0.0, "standard", Tenant(name=name)))
+        return await grammars.compiled({"regex": regex})
+
+    async with compiling() as grammars:
+        await grammars.compiled(SMALL)
+        slow = [asyncio.create_task(of_key("mine", f"{COMPUTES}{n}")) for n in range(2 * MAX_AT_ONCE)]
+        await asyncio.sleep(0.2)
+        await of_key("yours", "[0-9]+")
+        assert not any(each.done() for each in slow)
+        for each in slow:
+            each.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
 
 
 @pytest.mark.long

@@ -143,8 +143,8 @@ async def client(vllms: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 def body_fields(vllms: FastAPI) -> dict[str, Any]:
     """What each route reads its body by."""
-    routes = [route for route in vllms.routes if getattr(route, "dependant", None) and route.dependant.body_params]
-    return {route.path: route.dependant.body_params[0] for route in routes}  # type: ignore[attr-defined]
+    routes: list[Any] = [route for route in vllms.routes if hasattr(route, "dependant")]
+    return {route.path: route.dependant.body_params[0] for route in routes if route.dependant.body_params}
 
 
 def whole(path: str) -> dict[str, Any]:
