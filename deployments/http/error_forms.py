@@ -12,6 +12,7 @@ from starlette.types import Message, Scope, Send
 from deployments.http.errors import error_response
 
 MAX_ERROR_BYTES = 64 << 10  # a longer answer is passed on as it is
+_ERRORS = frozenset(status for status in HTTPStatus if status >= HTTPStatus.BAD_REQUEST)  # 499 reaches nobody
 _SHOWN_CHARS = 1000  # of a text that is no error of either API
 _WHOLE = b'{"error":'  # how an error in OpenAI's form begins
 _ANTHROPICS = re.compile(r"/v1/messages(/|$)")
@@ -37,7 +38,7 @@ class ErrorForm:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if message["status"] >= HTTPStatus.BAD_REQUEST and self._scope["method"] != "HEAD":
+            if message["status"] in _ERRORS and self._scope["method"] != "HEAD":
                 self._start = message
                 return
         elif self._start is not None:

@@ -96,8 +96,8 @@ async def test_an_error_that_comes_in_pieces_is_put_together_as_far_as_one_may_b
     assert answer.status_code == 500
 
 
-@pytest.mark.parametrize(("method", "status"), [("GET", 200), ("HEAD", 404)])
-async def test_what_is_no_error_and_what_has_no_body_passes(method: str, status: int) -> None:
+@pytest.mark.parametrize(("method", "status"), [("GET", 200), ("HEAD", 404), ("GET", 499)])
+async def test_what_is_no_error_for_a_client_and_what_has_no_body_passes(method: str, status: int) -> None:
     answer = await answered(StreamingResponse(pieces(8), status, media_type="text/event-stream"), OPENAI, method)
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert "content-length" not in answer.headers
