@@ -110,8 +110,9 @@ class Uploads:
         most, now_s = Counter(each.owner for each in coming), time.monotonic()
         slowest = min(coming, key=lambda each: (-most[each.owner], each.rate(now_s)))
         assert slowest.deadline is not None, "it has one from its beginning"
-        slowest.gave_way = True
-        slowest.deadline.reschedule(0)
+        if not slowest.deadline.expired():  # else its bytes come back in a moment
+            slowest.gave_way = True
+            slowest.deadline.reschedule(0)
 
     def _given_up(self, upload: Upload) -> HttpError:
         if upload.gave_way:

@@ -136,8 +136,9 @@ class RequestBodies:
             if largest is incoming:
                 raise self._no_room
             assert largest.deadline is not None, "it has one from before its first byte"
-            largest.gave_way = True
-            largest.deadline.reschedule(0)
+            if not largest.deadline.expired():  # else its bytes come back in a moment
+                largest.gave_way = True
+                largest.deadline.reschedule(0)
 
     def _given_up(self, incoming: _Incoming) -> HttpError:
         if incoming.gave_way:

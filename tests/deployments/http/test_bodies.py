@@ -68,6 +68,27 @@ async def test_of_bodies_that_fill_all_room_the_largest_unfinished_one_gives_way
     assert bodies.buffered_bytes == 0
 
 
+async def test_a_body_may_come_in_the_very_moment_in_which_the_largest_is_given_up() -> None:
+    bodies = request_bodies(max_buffered_bytes=100_000)
+    largest = asyncio.create_task(read(bodies, Client([b"a" * 60_000])))
+    await until(lambda: bodies.buffered_bytes == 60_000)
+    (incoming,) = bodies._incoming
+    other, loop, taken = type(incoming)(), asyncio.get_running_loop(), asyncio.Event()
+
+    def take() -> None:
+        assert incoming.deadline is not None and incoming.deadline.expired() and not largest.done()
+        bodies._incoming.add(other)
+        bodies._take(other, b"b" * 50_000)
+        taken.set()
+
+    incoming.deadline.reschedule(0)  # type: ignore[union-attr]
+    loop.call_at(1e-9, take)
+    await asyncio.wait_for(taken.wait(), 10)
+    with pytest.raises(HttpError, match="not whole within"):
+        await largest
+    assert bodies.buffered_bytes == 50_000
+
+
 async def test_what_is_served_counts_until_its_end() -> None:
     bodies = request_bodies(max_buffered_bytes=10_000)
     async with bodies.reading(Client([b'"' + b"a" * 8_000 + b'"'], ends=True).receive):
