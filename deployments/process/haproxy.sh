@@ -31,7 +31,7 @@ page() {  # STATUS REASON TYPE MESSAGE [HEADER]
     body=$(error "$1" "$3" "$4")
     [ -s "$file.$1" ] || printf "HTTP/1.1 $1 $2\r\nContent-Type: application/json\r\n$5Content-Length: %d\r\n\r\n%s" \
         ${#body} "$body" > "$file.$1"
-    pages="$pages\\n\\1errorfile $1 $file.$1"
+    [ ! -s "$file.$1" ] || pages="$pages\\n\\1errorfile $1 $file.$1"
 }
 later='Retry-After: 5\r\n'
 page 400 'Bad Request' BadRequest 'this is no request that HTTP allows'
