@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -37,20 +37,27 @@ _WINDOW = re.compile(r"(\d{1,6})([mhd])", re.ASCII)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _FILES_OF_A_PAGE, _BATCHES_OF_A_PAGE, _MOST_OF_A_PAGE = 100, 20, 1000
 _METADATA_PAIRS = 16  # as OpenAI's API has it
-EXPECTED_END = "sluice_expected_end"
+EXPECTED_END, TROUBLE = "sluice_expected_end", "sluice_trouble"  # in the metadata of answers
 
 
 class BatchApi:
     """The routes of files and batches; `app` serves all other paths."""
 
     def __init__(
-        self, app: ASGIApp, section: BatchesSection, storage: Storage, served: Collection[str], look: Callable[[], None]
+        self,
+        app: ASGIApp,
+        section: BatchesSection,
+        storage: Storage,
+        served: Collection[str],
+        look: Callable[[], None],
+        troubles: Callable[[str], Awaitable[Mapping[str, str]]],
     ) -> None:
         """Args:
         served: paths that the application has.
         look: tells the runner that a batch is new, or cancelled.
+        troubles: why batches of an owner do not get on, as far as the runner knows now; no exception where it is away.
         """
-        self._section, self._look = section, look
+        self._section, self._look, self._troubles = section, look, troubles
         self._files, self._batches = Files(storage, section.keep_s), Batches(storage)
         self._endpoints = [each for each in ENDPOINTS if each in served]
         self._uploads = Uploads(section.max_file_bytes, section.upload_timeout_s)
@@ -141,8 +148,9 @@ class BatchApi:
         window_s, tenant = self._window_s(asked.completion_window), asking_tenant()
         if asked.endpoint not in self._endpoints:
             raise bad_request(f"endpoint must be one of {', '.join(self._endpoints)}, got {asked.endpoint[:64]!r}")
-        if len(asked.metadata or {}) > _METADATA_PAIRS or EXPECTED_END in (asked.metadata or {}):
-            raise bad_request(f"metadata may have {_METADATA_PAIRS} pairs, and {EXPECTED_END} is for the answer")
+        if len(asked.metadata or {}) > _METADATA_PAIRS or {EXPECTED_END, TROUBLE} & (asked.metadata or {}).keys():
+            why = f"metadata may have {_METADATA_PAIRS} pairs, and {EXPECTED_END} and {TROUBLE} are for the answer"
+            raise bad_request(why)
         if tenant is not None and not tenant.may_use(self._section.slo_class):
             why = f"this key may not use the class of batches, {self._section.slo_class!r} (batches.slo_class)"
             raise HttpError(HTTPStatus.FORBIDDEN, why)
@@ -172,14 +180,23 @@ class BatchApi:
 
     async def _list_batches(self, request: Request) -> Response:
         page = (request.query_params.get("after"), _limit(request, _BATCHES_OF_A_PAGE))
-        return _listed(*await asyncio.to_thread(self._page, *page))
+        found, has_more = await asyncio.to_thread(self._page, *page)
+        return _listed(await self._with_troubles(found), has_more)
 
     def _page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         found, has_more = self._batches.page(asking_owner(), after, limit)
         return [self._batches.as_openai(each) for each in found], has_more
 
     async def _show_batch(self, request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(self._batch, request.path_params["id"]))
+        (shown,) = await self._with_troubles([await asyncio.to_thread(self._batch, request.path_params["id"])])
+        return JSONResponse(shown)
+
+    async def _with_troubles(self, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As they are shown, with what keeps those that have not ended: a folder that fails cannot tell it."""
+        if all(each["status"] in ENDED for each in shown):
+            return shown
+        troubles = await self._troubles(asking_owner())
+        return [_with_trouble(each, troubles.get(each["id"])) for each in shown]
 
     def _batch(self, batch_id: str) -> dict[str, Any]:
         return self._batches.as_openai(self._batches.get(asking_owner(), batch_id))
@@ -236,6 +253,12 @@ def _limit(request: Request, default: int) -> int:
     if not text.isdecimal() or len(text) > 9 or not int(text):
         raise bad_request(f"limit must be a number above 0, got {text[:64]!r}")
     return min(int(text), _MOST_OF_A_PAGE)
+
+
+def _with_trouble(shown: dict[str, Any], trouble: str | None) -> dict[str, Any]:
+    if trouble is None or shown["status"] in ENDED:
+        return shown
+    return {**shown, "metadata": {**(shown["metadata"] or {}), TROUBLE: trouble}}
 
 
 def _listed(data: list[dict[str, Any]], has_more: bool) -> Response:

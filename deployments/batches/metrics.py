@@ -22,6 +22,7 @@ class BatchMetrics:
         self.limit = self._gauge("requests_limit", "How many requests of batches routers may have now.", "model")
         late = "Batches that at their pace will not end within their windows."
         self.expected_late = self._gauge("expected_late", late, "model")
+        self.troubled = self._gauge("troubled", "Batches that wait, as their folder fails: nothing of them is sent.")
         self.failures = self._counter("task_failures", "Failures of what runs batches, by task.", "task")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
@@ -41,6 +42,7 @@ class BatchMetrics:
         states = Count(run.progress.status for run in known)
         for status in ("validating", "in_progress", "finalizing"):
             self.open.labels(status).set(states[status])
+        self.troubled.set(sum(run.folder.trouble is not None for run in known))
         for model, of_model in places.items():
             batches = [run for run in known if run.progress.model == model]
             self.remaining.labels(model).set(sum(run.progress.remaining for run in batches))

@@ -12,6 +12,7 @@ from deployments.batches.state import Result, Status, Tokens
 _UNANSWERED = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because its batch was cancelled.",
+    "failed": "This request was not executed, because its batch failed: its errors say why.",
 }
 
 

@@ -7,20 +7,37 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from deployments.batches.files import Files, derived_id
-from deployments.batches.lines import MAX_LINE_BYTES, Line, LineError, Validation, numbered, parsed, validated
+from deployments.batches.lines import (
+    MAX_LINE_BYTES,
+    Line,
+    LineError,
+    Validation,
+    WrongLineError,
+    numbered,
+    parsed,
+    validated,
+)
 from deployments.batches.results import unanswered
+from deployments.batches.retried import Retried
 from deployments.batches.state import Batches, BatchRecord, Progress, Result, Status, Tokens
 from policies.batches.estimate import expected_end_s
 from policies.batches.turns import Waiting
+from policies.errors import SluiceError
 
 WINDOW_LINES = 1024  # read ahead, and sent in the order of their bodies, so that equal prefixes come together
 WINDOW_BYTES = 4 << 20  # of those lines in memory
+RESULTS_BYTES = 8 << 20  # with as many that are in no segment yet, nothing more is sent
+
+
+class InputLostError(SluiceError):
+    """The input has gone, or is another, since it was validated."""
 
 
 class BatchRun:
@@ -28,21 +45,25 @@ class BatchRun:
 
     Attributes:
         progress: with what has been answered since the last segment.
+        folder: makes its calls of the folder.
         wake: set when there is something to do before the next segment is due.
     """
 
     def __init__(self, record: BatchRecord, batches: Batches, files: Files) -> None:
         self.record, self.wake, self.progress = record, asyncio.Event(), Progress()
+        self.folder = Retried(record.id)
         self._files, self._log = files, batches.log(record)
         self._results: list[Result] = []
         self._results_bytes, self._has_room = 0, asyncio.Event()
         self._window: deque[Line] = deque()
+        self._input: Iterator[Line] | None = None
+        self._taken = 0  # the number of the last line that has been in it
         self._answered: deque[tuple[float, int]] = deque(maxlen=120)  # of ten minutes by default: the end's estimate
 
     @classmethod
     async def opened(cls, record: BatchRecord, batches: Batches, files: Files) -> "BatchRun":
         run = cls(record, batches, files)
-        await asyncio.to_thread(run._recover)
+        await run.folder(run._recover)
         return run
 
     def _recover(self) -> None:
@@ -54,16 +75,21 @@ class BatchRun:
 
     def _begin(self) -> None:
         self._is_done = bytearray(self.progress.last // 8 + 1)
-        self._input = self._unanswered()
         self._has_room.set()
 
     def _mark(self, number: int) -> None:
         self._is_done[number // 8] |= 1 << number % 8
 
-    def _unanswered(self) -> Iterator[Line]:
-        for number, raw in numbered(self._lines()):
-            if not self._is_done[number // 8] >> number % 8 & 1:
-                yield parsed(number, raw, self.record.endpoint)
+    def _unanswered(self, after: int) -> Iterator[Line]:
+        """Those behind a line. Raises InputLostError."""
+        try:
+            for number, raw in numbered(self._lines()):
+                if number > self.progress.last:
+                    return
+                if number > after and not self._is_done[number // 8] >> number % 8 & 1:
+                    yield parsed(number, raw, self.record.endpoint)
+        except (FileNotFoundError, WrongLineError) as error:  # it was there, and right
+            raise InputLostError(f"the input file {self.record.input_file_id} is lost") from error
 
     def _lines(self) -> Iterator[bytes]:
         return self._files.lines(self.record.owner, self.record.input_file_id, MAX_LINE_BYTES)
@@ -92,11 +118,12 @@ class BatchRun:
             "expected_end": progress.expected_end,
             "completion_window": record.completion_window,
             "expires_at": record.expires_at,
+            "trouble": self.folder.trouble,
         }
 
     async def validate(self, models: Collection[str], max_lines: int) -> None:
         """Its status is in_progress or failed afterwards. Raises FencedError: another runner runs it."""
-        found = await asyncio.to_thread(self._validated, models, max_lines)
+        found = await self.folder(self._validated, models, max_lines)
         now = int(time.time())
         if found.errors:
             errors = tuple(found.errors)
@@ -112,18 +139,35 @@ class BatchRun:
         except FileNotFoundError:
             return Validation(errors=[LineError("file_not_found", "the input file is not there")])
 
-    async def has_room(self) -> None:
-        """Returns once there is room for another result."""
-        await self._has_room.wait()
+    @property
+    def can_send(self) -> bool:
+        """Whether there is room for another result, and the folder works."""
+        return self._has_room.is_set() and self.folder.is_well.is_set()
+
+    async def may_send(self) -> None:
+        """Returns once it can."""
+        while not self.can_send:
+            await self._has_room.wait()
+            await self.folder.is_well.wait()
 
     async def next_line(self) -> Line | None:
-        """The next to be sent; None after the last."""
+        """The next to be sent; None after the last, and where the rest of the input is lost: `finish` says so."""
         if not self._window:
-            self._window.extend(await asyncio.to_thread(self._next_window))
+            with suppress(InputLostError):
+                self._window.extend(await self.folder(self._next_window))
         return self._window.popleft() if self._window else None
 
     def _next_window(self) -> list[Line]:
-        return sorted(_bounded(self._input, WINDOW_LINES, WINDOW_BYTES), key=lambda line: line.body)
+        """Raises InputLostError."""
+        if self._input is None:
+            self._input = self._unanswered(self._taken)
+        try:
+            lines = _bounded(self._input, WINDOW_LINES, WINDOW_BYTES)
+        except BaseException:
+            self._input = None  # it is over, whatever was left; the next call begins behind what was taken
+            raise
+        self._taken = lines[-1].number if lines else self._taken
+        return sorted(lines, key=lambda line: line.body)
 
     def note(self, result: Result, tokens: Tokens) -> None:
         """Add a result, which comes into the next segment."""
@@ -138,7 +182,7 @@ class BatchRun:
         self.progress = replace(
             progress, completed=progress.completed + (not result.is_error), failed=progress.failed + result.is_error
         )
-        if self._results_bytes >= 8 << 20:  # nothing more is sent until they are in a segment
+        if self._results_bytes >= RESULTS_BYTES:
             self._has_room.clear()
             self.wake.set()
 
@@ -158,11 +202,13 @@ class BatchRun:
 
     async def _append(self, progress: Progress) -> None:
         """Write a segment with all results so far; those that come meanwhile belong to the next one."""
-        results, self._results, self._results_bytes = self._results, [], 0
-        await asyncio.to_thread(self._log.append, progress, results)
+        results, self._results = self._results, []
+        await self.folder(self._log.append, progress, results)
         now = self.progress
         self.progress = replace(progress, completed=now.completed, failed=now.failed, tokens=now.tokens)
-        self._has_room.set()
+        self._results_bytes -= sum(len(each.line) for each in results)
+        if self._results_bytes < RESULTS_BYTES:
+            self._has_room.set()
 
     async def finish(self, ending: Status) -> None:
         """Nothing more is sent. Each request without an answer gets a line in the errors, then both files are written.
@@ -174,20 +220,32 @@ class BatchRun:
         """
         if self.progress.status == "in_progress":
             await self._give_up(ending)
-        files = await asyncio.to_thread(self._write_files)
+        files = await self.folder(self._write_files)
         assert self.progress.ending is not None, "what is finalizing knows what it becomes"
         await self._append(replace(self.progress, status=self.progress.ending, ended_at=int(time.time()), **files))
 
     async def _give_up(self, ending: Status) -> None:
         """The last segment closes the log for results."""
-        self._input = self._unanswered()
-        while lines := await asyncio.to_thread(_bounded, self._input, WINDOW_LINES, WINDOW_BYTES):
+        errors = self.progress.errors
+        if self.progress.remaining:
+            if ending == "completed":  # nothing was left to send: it is, or was for a moment, not in the input
+                ending = "failed"
+            with suppress(InputLostError):
+                await self._give_up_lines(ending)
+            if lost := self.progress.remaining:
+                why = f"the input file is lost: of {lost} requests that were not answered nothing is known"
+                errors = (*errors, LineError("file_not_found", why))
+        now = int(time.time())
+        closed = replace(self.progress, status="finalizing", ending=ending, errors=errors)
+        await self._append(replace(closed, finalizing_at=now, expected_end=None))
+
+    async def _give_up_lines(self, ending: Status) -> None:
+        """Each line without an answer gets an error. Raises InputLostError."""
+        self._input, self._taken = None, 0
+        while lines := await self.folder(self._next_window):
             for line in lines:
                 self._add(unanswered(line.number, line.custom_id, ending))
             await self._append(self.progress)
-        now = int(time.time())
-        closed = replace(self.progress, status="finalizing", ending=ending, finalizing_at=now, expected_end=None)
-        await self._append(closed)
 
     def _write_files(self) -> dict[str, Any]:
         """Their ids, None for one that would be empty."""

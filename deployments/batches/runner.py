@@ -63,6 +63,9 @@ class Routers(Protocol):
         """The load of every model, by each of its names. Raises ReplicaLostError: no router answers."""
 
 
+Troubles = Mapping[str, str]  # ids of batches that do not get on, and why
+
+
 class OpenBatches(msgspec.Struct, frozen=True):
     """The open batches of one owner: their number, and a description of the oldest."""
 
@@ -105,6 +108,11 @@ class Runner:
         oldest = sorted(mine, key=lambda run: run.record.id)[:MOST_SHOWN]
         return OpenBatches(count=len(mine), oldest=[run.shown() for run in oldest])
 
+    def troubles(self, owner: str) -> Troubles:
+        """Of the open batches of one owner."""
+        mine = (run for run in self._runs.values() if run is not None and run.record.owner == owner)
+        return {run.record.id: trouble for run in mine if (trouble := run.folder.trouble) is not None}
+
     async def _look(self) -> None:
         """Take up what is open and does not run, then wait for the next time."""
         for record in await asyncio.to_thread(lambda: list(self._batches.opened())):
@@ -139,7 +147,7 @@ class Runner:
             await run.finish(await self._sent(run))
         elif run.progress.status not in ENDED:
             await run.finish("completed")
-        await asyncio.to_thread(self._batches.close, record)
+        await run.folder(self._batches.close, record)
         logger.info("%s %s", record.id, run.progress.status)
 
     async def _models(self) -> Collection[str]:
@@ -170,9 +178,10 @@ class Runner:
     async def _ending(self, run: BatchRun, sending: "asyncio.Task[None]") -> Status | None:
         """How the batch ends; None while it goes on. Raises the error that has kept requests from being sent."""
         if sending.done():
+            await run.flush()  # whatever kept the others from being sent
             sending.result()
             return "completed"
-        if await asyncio.to_thread(self._batches.cancelled_at, run.record) is not None:
+        if await run.folder(self._batches.cancelled_at, run.record) is not None:
             return "cancelled"
         return "expired" if _left_s(run) <= 0 else None
 
@@ -186,8 +195,12 @@ class Runner:
     async def _next_line(self, run: BatchRun, places: Places, waiting: Waiting) -> Line | None:
         """Wait for a place, then read a line: a batch that has to wait reads nothing into memory. None after the last
         line, without a place."""
-        await run.has_room()
-        await places.take(waiting)
+        while True:
+            await run.may_send()
+            await places.take(waiting)
+            if run.can_send:
+                break
+            places.give_back(waiting)  # the folder has failed meanwhile
         line = None
         try:
             line = await run.next_line()
@@ -207,7 +220,7 @@ class Runner:
         span = self._span(run.record, line)
         status: int | None = None
         try:
-            reply = await self._reply(run.record, line, span.headers if span else None)
+            reply = await self._reply(run, line, span.headers if span else None)
             status = reply.status
         finally:
             if span is not None:
@@ -227,9 +240,10 @@ class Runner:
         }
         return self._tracing.begin("batch line", time.monotonic(), attributes)
 
-    async def _reply(self, record: BatchRecord, line: Line, trace: TraceHeaders | None) -> Reply:
-        tries, pause_s = Counter[int](), FIRST_PAUSE_S
+    async def _reply(self, run: BatchRun, line: Line, trace: TraceHeaders | None) -> Reply:
+        record, tries, pause_s = run.record, Counter[int](), FIRST_PAUSE_S
         while True:
+            await run.may_send()
             try:
                 reply = await self._routers.answer(record.key, record.endpoint, line.body, trace)
             except ReplicaLostError as error:

@@ -129,7 +129,7 @@ class FencedError(SluiceError):
 
 
 class Log:
-    """The segments of one batch. Its calls block.
+    """The segments of one batch. Its calls block. An append that has failed may be made again.
 
     Raises, on every append:
         FencedError: another runner has written since.
@@ -138,6 +138,7 @@ class Log:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
         self._next = 0
+        self._tried: bytes | None = None  # of a call that has failed, and may have written it nevertheless
 
     def read(self) -> tuple[Progress, Iterator[list[int]]]:
         """The latest progress, and the numbers of the requests in each segment. Later appends come behind these."""
@@ -154,9 +155,11 @@ class Log:
     def append(self, progress: Progress, results: list[Result]) -> None:
         header = _Header(progress, [each.number for each in results], [r.number for r in results if r.is_error])
         content = b"\n".join([msgspec.json.encode(header), *(each.line for each in results), b""])
-        if not self._storage.create(f"{self._folder}/{self._next:08d}", content):
+        path, was_tried = f"{self._folder}/{self._next:08d}", content == self._tried
+        self._tried = content
+        if not self._storage.create(path, content) and not (was_tried and self._storage.read(path) == content):
             raise FencedError("another runner has gone on with this batch")
-        self._next += 1
+        self._next, self._tried = self._next + 1, None
 
     def lines(self, *, errors: bool) -> Iterator[bytes]:
         """The lines of output, or those of errors, with their line ends."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
@@ -11,7 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.batches.results import Reply
-from deployments.batches.runner import OpenBatches, Runner
+from deployments.batches.runner import OpenBatches, Runner, Troubles
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from deployments.process.log_settings import LogSettings
@@ -83,6 +84,9 @@ class BatchRunner:
     async def open_batches(self, owner: str) -> OpenBatches:
         return self._runner.open_batches(owner)
 
+    async def troubles(self, owner: str) -> Troubles:
+        return self._runner.troubles(owner)
+
     async def __del__(self) -> None:
         await self._lifetime.end()
 
@@ -114,20 +118,24 @@ class RemoteRunner:
 
     async def metrics(self) -> bytes:
         """Nothing while it does not answer."""
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                page: bytes = await self._runner.metrics.remote()
-        except (*AWAY, TimeoutError) as error:
-            logger.info("no metrics of batches: %s", error)
-            return b""
-        return page
+        page: bytes | None = await self._answer(self._runner.metrics)
+        return page or b""
 
     async def open_batches(self, owner: str) -> OpenBatches | None:
         """None while it does not answer."""
+        found: OpenBatches | None = await self._answer(self._runner.open_batches, owner)
+        return found
+
+    async def troubles(self, owner: str) -> Troubles:
+        """None are known while it does not answer."""
+        found: Troubles | None = await self._answer(self._runner.troubles, owner)
+        return found or {}
+
+    async def _answer(self, ask: DeploymentHandle, *args: str) -> Any:
+        """None while it does not answer."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                found: OpenBatches = await self._runner.open_batches.remote(owner)
+                return await ask.remote(*args)
         except (*AWAY, TimeoutError) as error:
-            logger.info("open batches are not known: %s", error)
+            logger.info("the runner of batches does not answer: %s", error)
             return None
-        return found

@@ -202,7 +202,7 @@ def _application(
     else:
         paths = {path for each in apps.values() for route in each.routes if (path := getattr(route, "path", None))}
         look = partial(_spawn_look, background, batches)
-        app = BatchApi(app, config.batches, storage_of(config.batches), paths, look)
+        app = BatchApi(app, config.batches, storage_of(config.batches), paths, look, batches.troubles)
     return ResponsesApi(app, None if responses is None else responses.store)
 
 

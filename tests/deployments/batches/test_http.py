@@ -1,7 +1,9 @@
 """Files and batches as the official client uses them, through the middleware, with a runner beside it."""
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +16,9 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from deployments.batches import uploads
+from deployments.batches.files import owner_of
 from deployments.batches.http import BatchApi, no_batch_api
-from deployments.batches.runner import Runner
+from deployments.batches.runner import Runner, Troubles
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from deployments.http.keys import digest
@@ -45,7 +48,10 @@ class Service:
         self.storage = Storage(str(folder))
         self.routers = Routers()
         self.runner = Runner(section, self.storage, self.routers)
-        self.api = BatchApi(vllm, section, self.storage, {COMPLETIONS, "/v1/models"}, self.runner.look)
+        self.api = BatchApi(vllm, section, self.storage, {COMPLETIONS, "/v1/models"}, self.runner.look, self._troubles)
+
+    async def _troubles(self, owner: str) -> Troubles:
+        return self.runner.troubles(owner)
 
     async def start(self) -> None:
         keys = key_ring(CLASSES, entries=ENTRIES)
@@ -298,6 +304,27 @@ async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch
     monkeypatch.setattr(Storage, "names", fails)
     async with refused(503, "folder"):
         await service.client().batches.list()
+
+
+async def test_a_batch_says_that_its_folder_fails_and_not_where_it_is(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, create = service.client(), Storage.create
+    batch = await begun(client)
+
+    def full(storage: Storage, path: str, content: bytes) -> bool:
+        if "/log/" in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/srv/{path}")
+        return create(storage, path, content)
+
+    monkeypatch.setattr(Storage, "create", full)
+    service.runner.start()
+    await until(lambda: service.runner.troubles(owner_of("mine")))
+    shown = (await client.batches.retrieve(batch.id)).metadata
+    assert shown == {"sluice_trouble": "the folder of batches fails: No space left on device"}
+    assert [each.metadata async for each in client.batches.list()] == [shown]
+    service.runner.metrics.show(service.runner._runs.values(), {})
+    assert b"sluice_batches_troubled 1.0" in service.runner.metrics.exposition()
 
 
 async def test_without_a_folder_the_way_out_is_named() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.batches import retried
+from deployments.batches import run as run_module
 from deployments.batches import runner as module
 from deployments.batches.files import Files
 from deployments.batches.results import Reply
 from deployments.batches.runner import Runner
-from deployments.batches.state import ENDED, Batches, BatchRecord
+from deployments.batches.state import ENDED, Batches, BatchRecord, Progress, Result
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from deployments.process.spans import Tracing
@@ -65,6 +67,7 @@ def folder(tmp_path: Path) -> Folder:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOAD_S", "LOOK_S", "PATIENCE_S", "FIRST_PAUSE_S"):
         monkeypatch.setattr(module, name, 0.01)
+    monkeypatch.setattr(retried, "FIRST_PAUSE_S", 0.01)
 
 
 @asynccontextmanager
@@ -322,6 +325,127 @@ class Mortal(Storage):
 
     def remove(self, path: str) -> None:
         self._do(lambda: Storage.remove(self, path))
+
+
+class Failing(Storage):
+    """Fails at its writes, or at all calls, while it is told to."""
+
+    fails, fails_to_read = False, False
+
+    def create(self, path: str, content: bytes) -> bool:
+        self._check(self.fails)
+        return super().create(path, content)
+
+    def write(self, path: str, chunks: Iterable[bytes]) -> int:
+        self._check(self.fails)
+        return super().write(path, chunks)
+
+    def lines(self, path: str, max_bytes: int) -> Iterator[bytes]:
+        for each in super().lines(path, max_bytes):
+            self._check(self.fails_to_read)
+            yield each
+
+    def _check(self, fails: bool) -> None:
+        if fails:
+            raise OSError("no space left")
+
+
+async def test_while_its_folder_fails_a_batch_keeps_its_answers_and_sends_nothing_more(tmp_path: Path) -> None:
+    storage = Failing(str(tmp_path))
+    folder = Folder(storage)
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.01, load=Load(slots=8))
+    async with running(folder, routers, SECTION.model_copy(update={"max_in_flight": 8})) as runner:
+        await until(lambda: folder.shown(record)["request_counts"]["completed"] >= 20)
+        storage.fails = True
+        await until(lambda: runner.troubles("me"))
+        await until(lambda: routers.in_flight == 0)
+        asked = routers.asked.total()
+        assert asked < len(IDS)
+        await asyncio.sleep(0.2)
+        assert routers.asked.total() == asked
+        storage.fails = False
+        shown = await folder.ends(record)
+    assert shown["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+    assert set(routers.asked.values()) == {1}
+    assert ids(folder.output(record)) == IDS
+
+
+async def test_an_input_that_cannot_be_read_for_a_time_costs_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "WINDOW_LINES", 10)
+    storage = Failing(str(tmp_path))
+    folder = Folder(storage)
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.01)
+    async with running(folder, routers, SECTION.model_copy(update={"max_in_flight": 4})) as runner:
+        await until(lambda: folder.shown(record)["request_counts"]["completed"] >= 20)
+        storage.fails_to_read = True
+        await until(lambda: runner.troubles("me"))
+        storage.fails_to_read = False
+        shown = await folder.ends(record)
+    assert shown["request_counts"]["completed"] == 100
+    assert set(routers.asked.values()) == {1}
+
+
+async def test_a_segment_that_was_written_though_its_write_failed_is_taken_for_this_runners_own(
+    tmp_path: Path,
+) -> None:
+    class Loses(Storage):
+        """Answers of an object store, one of three."""
+
+        calls = 0
+
+        def create(self, path: str, content: bytes) -> bool:
+            created = super().create(path, content)
+            if "/log/" in path:
+                self.calls += 1
+                if self.calls % 3 == 0:
+                    raise OSError("timed out")
+            return created
+
+    folder = Folder(Loses(str(tmp_path)))
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.01, load=Load(slots=8))
+    async with running(folder, routers):
+        await folder.ends(record)
+    assert set(routers.asked.values()) == {1}
+    assert ids(folder.output(record)) == IDS
+
+
+async def test_a_batch_whose_input_is_lost_ends_with_what_was_answered(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "WINDOW_LINES", 10)
+    held = asyncio.Event()
+
+    class Holds(Routers):
+        async def answer(self, key: str | None, endpoint: str, body: bytes, trace: TraceHeaders | None) -> Reply:
+            if self.asked.total() >= 60:
+                await held.wait()
+            return await super().answer(key, endpoint, body, trace)
+
+    record, routers = folder.batch(lines(IDS)), Holds()
+    async with running(folder, routers, SECTION.model_copy(update={"max_in_flight": 10})):
+        await until(lambda: folder.shown(record)["request_counts"]["completed"] >= 60)
+        folder.storage.remove(f"me/files/{record.input_file_id}")
+    async with running(folder, routers):  # one that has no longer opened it
+        held.set()
+        shown = await folder.ends(record)
+    done = shown["request_counts"]["completed"]
+    assert ids(folder.output(record)) == sorted(routers.asked) and done == len(routers.asked)
+    assert (shown["status"], shown["failed_at"] is not None) == ("failed", True)
+    (error,) = shown["errors"]["data"]
+    assert (error["code"], f"{100 - done} requests" in error["message"]) == ("file_not_found", True)
+
+
+async def test_a_batch_whose_lines_are_all_answered_needs_its_input_no_more(folder: Folder) -> None:
+    record = folder.batch(lines(IDS))
+    log = folder.batches.log(record)
+    begun = Progress(status="in_progress", model="m", total=1, last=1, completed=1)
+    log.append(begun, [Result(1, False, b'{"custom_id":"a"}')])
+    folder.storage.remove(f"me/files/{record.input_file_id}")
+    async with running(folder, Routers()):
+        shown = await folder.ends(record)
+    assert (shown["status"], ids(folder.output(record))) == ("completed", ["a"])
 
 
 @settings(max_examples=30, deadline=None)
