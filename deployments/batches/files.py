@@ -5,14 +5,18 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from deployments.batches.ledger import Entry, Ledger
 from deployments.batches.storage import Storage
+from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
 
 NOBODY = "anyone"  # the owner of files and batches that come without a key
+CLOCKS_APART_S = 3600.0  # an id of a host whose clock is ahead is one of ours
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 
 
@@ -56,57 +60,108 @@ def made_at_s(identity: str) -> float:
 
 def check_id(identity: str, kind: str) -> str:
     """Raises NotFoundError for what none of ours looks like, as a path."""
-    if not _ID.fullmatch(identity) or not identity.startswith(kind):
+    if not _is_id(identity, kind):
         raise NotFoundError(f"no {kind[:-1]} {identity[:64]!r}")
     return identity
 
 
-def page_of(ids: list[str], after: str | None, limit: int) -> tuple[list[str], bool]:
-    """Newest first; the ids of one page, and whether more follow. `after` may have been removed meanwhile."""
-    left = sorted((each for each in ids if after is None or each < after), reverse=True)
-    return left[:limit], len(left) > limit
+def _is_id(identity: str, kind: str) -> bool:
+    return _ID.fullmatch(identity) is not None and identity.startswith(kind)
+
+
+class CursorError(SluiceError):
+    """A page cannot come after what is no id."""
+
+
+def ids_after(ids: Iterable[str], after: str | None, kind: str) -> list[str]:
+    """Newest first. `after` may have been removed meanwhile.
+
+    Raises:
+        CursorError: it never was an id.
+    """
+    if after is not None and not (_is_id(after, kind) and made_at_s(after) <= time.time() + CLOCKS_APART_S):
+        raise CursorError(f"after must be the id of a {kind[:-1]} on the page before, got {after[:64]!r}")
+    return sorted((each for each in ids if after is None or each < after), reverse=True)
 
 
 class Files:
     """All owners' files. Its calls block."""
 
-    def __init__(self, storage: Storage, keep_s: float) -> None:
-        self._storage, self._keep_s = storage, keep_s
+    def __init__(self, storage: Storage, section: BatchesSection) -> None:
+        self._storage, self._keep_s, self._ledger = storage, section.keep_s, Ledger(storage, section)
 
-    def add(self, owner: str, filename: str, purpose: str, chunks: Iterable[bytes], file_id: str = "") -> FileRecord:
-        """A file with the caller's id may exist already, with the same content."""
+    def upload(
+        self, owner: str, filename: str, chunks: Iterable[bytes], size: int, keep_s: float | None = None
+    ) -> FileRecord:
+        """Raises FullError: it does not fit."""
+        now = int(time.time())
+        record = FileRecord(new_id("file-"), size, now, now + int(keep_s or self._keep_s), filename, "batch")
+        self._ledger.enter(owner, _entry(record))
+        try:
+            self._storage.write(f"{self._folder(owner, record.id)}/content", chunks)
+            self._write_record(owner, record)
+        except BaseException:
+            self.remove(owner, record.id)
+            raise
+        return record
+
+    def add(
+        self,
+        owner: str,
+        filename: str,
+        purpose: str,
+        chunks: Iterable[bytes],
+        file_id: str = "",
+        keep_s: float | None = None,
+    ) -> FileRecord:
+        """A file for which there is room. One with the caller's id may exist already, with the same content."""
         identity = file_id or new_id("file-")
         size = self._storage.write(f"{self._folder(owner, identity)}/content", chunks)
         now = int(time.time())
-        record = FileRecord(identity, size, now, now + int(self._keep_s), filename, purpose)
-        self._storage.create(f"{self._folder(owner, identity)}/file", msgspec.json.encode(record))
+        record = FileRecord(identity, size, now, now + int(keep_s or self._keep_s), filename, purpose)
+        self._write_record(owner, record)
+        self._ledger.put(owner, _entry(self._record(owner, identity)))
         return record
 
+    def _write_record(self, owner: str, record: FileRecord) -> None:
+        self._storage.create(f"{self._folder(owner, record.id)}/file", msgspec.json.encode(record))
+
     def get(self, owner: str, file_id: str) -> FileRecord:
-        """Raises NotFoundError."""
+        """Raises NotFoundError, also where it has expired."""
         try:
-            found = self._storage.read(f"{self._folder(owner, check_id(file_id, 'file-'))}/file")
+            record = self._record(owner, check_id(file_id, "file-"))
         except FileNotFoundError:
             raise NotFoundError(f"no file {file_id!r}") from None
-        return msgspec.json.decode(found, type=FileRecord)
+        if record.expires_at <= time.time():
+            raise NotFoundError(f"{file_id!r} has expired")
+        return record
+
+    def _record(self, owner: str, file_id: str) -> FileRecord:
+        """Raises FileNotFoundError."""
+        return msgspec.json.decode(self._storage.read(f"{self._folder(owner, file_id)}/file"), type=FileRecord)
 
     def page(self, owner: str, after: str | None, limit: int, purpose: str | None) -> tuple[list[FileRecord], bool]:
-        """Newest first."""
+        """Newest first. Raises CursorError."""
+        entries = (each for each in self._ledger.entries(owner) if each.is_file and each.expires_at > time.time())
+        ids = ids_after((each.id for each in entries if purpose in (None, each.kind)), after, "file-")
         found: list[FileRecord] = []
-        ids, more = page_of(self.ids(owner), after, limit=1 << 30)
         for identity in ids:
-            try:
-                record = self.get(owner, identity)
-            except NotFoundError:  # not whole yet, or removed meanwhile
-                continue
-            if purpose in (None, record.purpose):
-                if len(found) == limit:
-                    return found, True
-                found.append(record)
-        return found, more
+            if len(found) == limit:
+                return found, True
+            with suppress(NotFoundError):  # not whole yet, or removed meanwhile
+                found.append(self.get(owner, identity))
+        return found, False
 
     def ids(self, owner: str) -> list[str]:
         return self._storage.names(f"{owner}/files")
+
+    def is_whole(self, owner: str, file_id: str) -> bool:
+        return self._storage.exists(f"{self._folder(owner, file_id)}/file")
+
+    def enter_anew(self, owner: str, file_id: str) -> None:
+        """What has lost its entry, or never had one: an earlier version wrote none."""
+        with suppress(FileNotFoundError):
+            self._ledger.put(owner, _entry(self._record(owner, file_id)))
 
     def chunks(self, owner: str, file_id: str) -> Iterator[bytes]:
         return self._storage.chunks(f"{self._folder(owner, file_id)}/content")
@@ -115,14 +170,16 @@ class Files:
         """As `Storage.lines`."""
         return self._storage.lines(f"{self._folder(owner, file_id)}/content", max_bytes)
 
-    def stored_bytes(self, owner: str) -> int:
-        return self._storage.size_of_folder(f"{owner}/files")
-
     def remove(self, owner: str, file_id: str) -> None:
         """The record goes first, so that nobody finds a file without content."""
         self._storage.remove(f"{self._folder(owner, file_id)}/file")
         self._storage.remove(self._folder(owner, file_id))
+        self._ledger.strike(owner, file_id)
 
     @staticmethod
     def _folder(owner: str, file_id: str) -> str:
         return f"{owner}/files/{file_id}"
+
+
+def _entry(record: FileRecord) -> Entry:
+    return Entry(record.id, record.purpose, record.bytes, record.expires_at)

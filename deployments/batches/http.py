@@ -17,8 +17,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.batches.files import FileRecord, Files, NotFoundError, owner_of
-from deployments.batches.state import ENDED, Batches, BatchRequest
+from deployments.batches.files import CursorError, FileRecord, Files, NotFoundError, owner_of
+from deployments.batches.ledger import FullError
+from deployments.batches.state import ENDED, Batches, BatchRequest, ExpiresAfter
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.batches.uploads import Uploads
 from deployments.config.services import BatchesSection
@@ -36,6 +37,7 @@ _OURS = re.compile(r"\w+ /v1/(files|batches)(/.*)?")
 _WINDOW = re.compile(r"(\d{1,6})([mhd])", re.ASCII)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
 _FILES_OF_A_PAGE, _BATCHES_OF_A_PAGE, _MOST_OF_A_PAGE = 100, 20, 1000
+_EXPIRES_AFTER = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
 _METADATA_PAIRS = 16  # as OpenAI's API has it
 EXPECTED_END, TROUBLE = "sluice_expected_end", "sluice_trouble"  # in the metadata of answers
 
@@ -58,7 +60,7 @@ class BatchApi:
         troubles: why batches of an owner do not get on, as far as the runner knows now; no exception where it is away.
         """
         self._section, self._look, self._troubles = section, look, troubles
-        self._files, self._batches = Files(storage, section.keep_s), Batches(storage)
+        self._files, self._batches = Files(storage, section), Batches(storage, section)
         self._endpoints = [each for each in ENDPOINTS if each in served]
         self._uploads = Uploads(section.max_file_bytes, section.upload_timeout_s)
         routes = Router(
@@ -98,14 +100,19 @@ class BatchApi:
             raise bad_request("the form has no file: name it `file`")
         if (purpose := form.get("purpose")) != "batch":
             raise bad_request(f"purpose must be batch, got {str(purpose)[:64]!r}")
-        if unknown := sorted(form.keys() - {"file", "purpose"}):
-            raise bad_request(f"{unknown} are not known here: files are kept for batches.keep_s")
-        stored = await asyncio.to_thread(self._files.stored_bytes, owner)
-        if stored + (upload.size or 0) > self._section.max_stored_bytes:
-            why = f"your files would exceed {self._section.max_stored_bytes} bytes (batches.max_stored_bytes)"
-            raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{why}: delete some first")
-        name = (upload.filename or "file")[:255]
-        return await asyncio.to_thread(self._files.add, owner, name, "batch", _chunks(upload))
+        if unknown := sorted(form.keys() - {"file", "purpose", *_EXPIRES_AFTER}):
+            raise bad_request(f"{unknown} are not known here")
+        name, size = (upload.filename or "file")[:255], upload.size or 0
+        return await asyncio.to_thread(
+            self._files.upload, owner, name, _chunks(upload), size, self._keep_s(_expires_after(form))
+        )
+
+    def _keep_s(self, asked: ExpiresAfter | None) -> float | None:
+        """None where nothing is asked for."""
+        if asked is not None and asked.seconds > self._section.keep_s:
+            why = f"files are kept for {self._section.keep_s:g} s at most (batches.keep_s), asked for {asked.seconds}"
+            raise bad_request(f"expires_after: {why}")
+        return None if asked is None else float(asked.seconds)
 
     async def _list_files(self, request: Request) -> Response:
         asked = request.query_params
@@ -154,6 +161,7 @@ class BatchApi:
         if tenant is not None and not tenant.may_use(self._section.slo_class):
             why = f"this key may not use the class of batches, {self._section.slo_class!r} (batches.slo_class)"
             raise HttpError(HTTPStatus.FORBIDDEN, why)
+        self._keep_s(asked.output_expires_after)
         record = await asyncio.to_thread(self._opened, tenant, asked, window_s)
         self._look()
         return JSONResponse(record)
@@ -161,12 +169,13 @@ class BatchApi:
     def _opened(self, tenant: Tenant | None, asked: BatchRequest, window_s: float) -> dict[str, Any]:
         key = tenant.name if tenant else None
         owner = owner_of(key)
-        if self._files.get(owner, asked.input_file_id).purpose != "batch":
+        input_file = self._files.get(owner, asked.input_file_id)
+        if input_file.purpose != "batch":
             raise bad_request(f"{asked.input_file_id} was not uploaded with purpose batch")
         if sum(each == owner for each, _ in self._batches.open_ids()) >= self._section.max_open:
             why = f"you have {self._section.max_open} batches that have not ended (batches.max_open)"
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, f"{why}: cancel one, or wait for the end of one")
-        return self._batches.as_openai(self._batches.create(owner, key, asked, window_s))
+        return self._batches.as_openai(self._batches.create(owner, key, asked, window_s, input_file.bytes))
 
     def _window_s(self, window: str) -> float:
         match = _WINDOW.fullmatch(window)
@@ -229,11 +238,24 @@ def _route(path: str, method: str, answer: Callable[[Request], Awaitable[Respons
             return error.response()
         except NotFoundError as error:
             return error_response(404, str(error))
+        except FullError as error:
+            return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, str(error)).response()
+        except CursorError as error:
+            return bad_request(str(error)).response()
         except OSError:
             logger.exception("batches.folder cannot be used")
             return error_response(503, "the folder of batches cannot be used now")
 
     return Route(path, endpoint, methods=[method])
+
+
+def _expires_after(form: FormData) -> ExpiresAfter | None:
+    """None where nothing is asked for."""
+    asked = {name: form[field] for field, name in _EXPIRES_AFTER.items() if field in form}
+    try:
+        return msgspec.convert(asked, ExpiresAfter, strict=False) if asked else None
+    except msgspec.ValidationError as error:
+        raise bad_request(f"expires_after: {error}") from error
 
 
 def _chunks(upload: UploadFile) -> Iterator[bytes]:

@@ -26,7 +26,16 @@ from deployments.batches.lines import (
 )
 from deployments.batches.results import unanswered
 from deployments.batches.retried import Retried
-from deployments.batches.state import Batches, BatchRecord, Progress, Result, Status, Tokens
+from deployments.batches.state import (
+    Batches,
+    BatchRecord,
+    FencedError,
+    Progress,
+    Result,
+    Status,
+    Tokens,
+    bytes_to_write,
+)
 from policies.batches.estimate import expected_end_s
 from policies.batches.turns import Waiting
 from policies.errors import SluiceError
@@ -52,7 +61,8 @@ class BatchRun:
     def __init__(self, record: BatchRecord, batches: Batches, files: Files) -> None:
         self.record, self.wake, self.progress = record, asyncio.Event(), Progress()
         self.folder = Retried(record.id)
-        self._files, self._log = files, batches.log(record)
+        self._files, self._batches, self._log = files, batches, batches.log(record)
+        self._log_bytes, self._reserved = 0, bytes_to_write(record)
         self._results: list[Result] = []
         self._results_bytes, self._has_room = 0, asyncio.Event()
         self._window: deque[Line] = deque()
@@ -69,9 +79,16 @@ class BatchRun:
     def _recover(self) -> None:
         self.progress, segments = self._log.read()
         self._begin()
-        for numbers in segments:
-            for number in numbers:
+        if self.progress.status not in ("in_progress", "finalizing"):
+            return
+        completed = failed = 0  # by what is there: segments may have gone
+        for segment in segments:
+            failed += len(segment.errors)
+            completed += len(segment.numbers) - len(segment.errors)
+            for number in segment.numbers:
                 self._mark(number)
+        self.progress = replace(self.progress, completed=completed, failed=failed)
+        self._log_bytes = self._log.bytes()
 
     def _begin(self) -> None:
         self._is_done = bytearray(self.progress.last // 8 + 1)
@@ -127,7 +144,7 @@ class BatchRun:
         now = int(time.time())
         if found.errors:
             errors = tuple(found.errors)
-            await self._append(Progress(status="failed", model=found.model, errors=errors, ended_at=now))
+            await self._end(Progress(status="failed", model=found.model, errors=errors, ended_at=now))
         else:
             begun = Progress(status="in_progress", model=found.model, total=found.total, last=found.last)
             await self._append(replace(begun, in_progress_at=now))
@@ -203,7 +220,7 @@ class BatchRun:
     async def _append(self, progress: Progress) -> None:
         """Write a segment with all results so far; those that come meanwhile belong to the next one."""
         results, self._results = self._results, []
-        await self.folder(self._log.append, progress, results)
+        self._log_bytes += await self.folder(self._log.append, progress, results)
         now = self.progress
         self.progress = replace(progress, completed=now.completed, failed=now.failed, tokens=now.tokens)
         self._results_bytes -= sum(len(each.line) for each in results)
@@ -221,23 +238,40 @@ class BatchRun:
         if self.progress.status == "in_progress":
             await self._give_up(ending)
         files = await self.folder(self._write_files)
-        assert self.progress.ending is not None, "what is finalizing knows what it becomes"
-        await self._append(replace(self.progress, status=self.progress.ending, ended_at=int(time.time()), **files))
+        progress = self.progress
+        assert progress.ending is not None, "what is finalizing knows what it becomes"
+        ended = replace(progress, status=progress.ending, ended_at=int(time.time()), **files)
+        if lost := progress.remaining:
+            why = f"{lost} requests have neither an answer nor an error: the folder has lost their lines"
+            errors = (*progress.errors, LineError("lines_lost", why))
+            ended = replace(ended, errors=errors, status="failed" if ended.status == "completed" else ended.status)
+        await self._end(ended)
+
+    async def _end(self, progress: Progress) -> None:
+        await self.folder(self._log.end, progress)
+        self.progress = progress
+
+    async def has_room(self) -> bool:
+        """Whether its owner may store what it has written and will at least write. If not, `errors` say so."""
+        progress = self.progress
+        needs = bytes_to_write(self.record, progress.remaining / max(1, progress.total), self._log_bytes)
+        if needs > self._reserved:
+            self._reserved = needs
+            if not await self.folder(self._batches.reserve, self.record, needs):
+                why = "its answers exceed what its key may store (batches.max_stored_bytes): delete files, ask again"
+                self.progress = replace(progress, errors=(*progress.errors, LineError("no_room", why)))
+                return False
+        return True
 
     async def _give_up(self, ending: Status) -> None:
         """The last segment closes the log for results."""
-        errors = self.progress.errors
         if self.progress.remaining:
-            if ending == "completed":  # nothing was left to send: it is, or was for a moment, not in the input
+            if ending == "completed":  # nothing was left to send: the input was not whole
                 ending = "failed"
-            with suppress(InputLostError):
+            with suppress(InputLostError):  # what is left is lost
                 await self._give_up_lines(ending)
-            if lost := self.progress.remaining:
-                why = f"the input file is lost: of {lost} requests that were not answered nothing is known"
-                errors = (*errors, LineError("file_not_found", why))
-        now = int(time.time())
-        closed = replace(self.progress, status="finalizing", ending=ending, errors=errors)
-        await self._append(replace(closed, finalizing_at=now, expected_end=None))
+        closed = replace(self.progress, status="finalizing", ending=ending, expected_end=None)
+        await self._append(replace(closed, finalizing_at=int(time.time())))
 
     async def _give_up_lines(self, ending: Status) -> None:
         """Each line without an answer gets an error. Raises InputLostError."""
@@ -248,19 +282,30 @@ class BatchRun:
             await self._append(self.progress)
 
     def _write_files(self) -> dict[str, Any]:
-        """Their ids, None for one that would be empty."""
+        """Their ids, None for one that would be empty. Raises FencedError."""
         progress = self.progress
         return {
-            "output_file_id": self._write_file("output", errors=False) if progress.completed else None,
-            "error_file_id": self._write_file("error", errors=True) if progress.failed else None,
+            "output_file_id": self._write_file("output", progress.completed, errors=False),
+            "error_file_id": self._write_file("error", progress.failed, errors=True),
         }
 
-    def _write_file(self, kind: str, *, errors: bool) -> str:
+    def _write_file(self, kind: str, count: int, *, errors: bool) -> str | None:
         """With an id that follows from the batch's: written twice, it is the same file."""
-        record = self.record
+        if not count:
+            return None
+        record, lines = self.record, _counted(self._log.lines(errors=errors), count)
         identity = derived_id("file-", record.id, kind)
         name = f"{record.id}_{kind}.jsonl"
-        return self._files.add(record.owner, name, "batch_output", self._log.lines(errors=errors), identity).id
+        return self._files.add(record.owner, name, "batch_output", lines, identity, record.output_keep_s).id
+
+
+def _counted(lines: Iterator[bytes], count: int) -> Iterator[bytes]:
+    """Raises FencedError where there are fewer: the log has gone, as it does once the batch has ended."""
+    for line in lines:
+        count -= 1
+        yield line
+    if count:
+        raise FencedError(f"{count} results are no longer in the log")
 
 
 def _bounded(lines: Iterator[Line], most: int, most_bytes: int) -> list[Line]:

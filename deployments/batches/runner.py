@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from deployments.batches.files import Files, made_at_s
+from deployments.batches.files import Files
 from deployments.batches.lines import Line
 from deployments.batches.metrics import BatchMetrics
 from deployments.batches.places import Places
@@ -23,6 +23,7 @@ from deployments.batches.results import Reply, answered
 from deployments.batches.run import BatchRun
 from deployments.batches.state import ENDED, Batches, BatchRecord, FencedError, Status
 from deployments.batches.storage import Storage
+from deployments.batches.sweep import Sweep
 from deployments.config.services import BatchesSection
 from policies.batches.in_flight import InFlight, InFlightConfig, Load
 from policies.batches.turns import Waiting
@@ -80,7 +81,8 @@ class Runner:
         self, section: BatchesSection, storage: Storage, routers: Routers, tracing: "Tracing | None" = None
     ) -> None:
         self._section, self._routers, self._tracing = section, routers, tracing
-        self._batches, self._files = Batches(storage), Files(storage, section.keep_s)
+        self._batches, self._files = Batches(storage, section), Files(storage, section)
+        self._sweep_all = Sweep(storage, section)
         self._runs: dict[str, BatchRun | None] = {}
         self._places: dict[str, Places] = {}
         self._look_now = asyncio.Event()
@@ -170,6 +172,8 @@ class Runner:
                         await run.wake.wait()
                 run.wake.clear()
                 await run.flush()
+                if not await run.has_room():
+                    return "failed"
             return ending
         finally:
             sending.cancel()
@@ -270,19 +274,7 @@ class Runner:
         self.metrics.show(self._runs.values(), self._places)
 
     async def _sweep(self) -> None:
-        """Remove files and batches that are older than batches.keep_s."""
-        await asyncio.to_thread(self._remove_old)
-
-    def _remove_old(self) -> None:
-        oldest_s = time.time() - self._section.keep_s
-        open_ids = set(self._batches.open_ids())
-        for owner in self._batches.owners():
-            for file_id in self._files.ids(owner):
-                if made_at_s(file_id) < oldest_s:
-                    self._files.remove(owner, file_id)
-            for batch_id in self._batches.ids(owner):
-                if made_at_s(batch_id) < oldest_s and (owner, batch_id) not in open_ids:
-                    self._batches.remove(owner, batch_id)
+        await asyncio.to_thread(self._sweep_all)
 
 
 def _error_type(status: int | None) -> str | None:

@@ -3,30 +3,44 @@
     OWNER/batches/ID/batch        the request for it, written once
     OWNER/batches/ID/cancel       written once, when it is cancelled
     OWNER/batches/ID/log/00000007 segments, numbered from 0: progress in the first line, then lines of output and errors
+    OWNER/batches/ID/end          its last progress, once its files are whole: then the log goes
     open/ID.OWNER                 there until the batch has ended
 
 Object stores cannot append, so every few seconds a segment is written whole. A number can be written once. If two
-runners run one batch by mistake, the second to write a number finds it taken, and stops: so each request has one line,
-even if it was computed twice.
+runners run one batch by mistake, the second to write a number finds it taken, or the batch ended, and stops: so each
+request has one line, even if it was computed twice.
 """
 
 import time
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from contextlib import suppress
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
-from msgspec.structs import asdict
 
-from deployments.batches.files import NotFoundError, check_id, made_at_s, new_id, page_of
+from deployments.batches.files import NotFoundError, check_id, ids_after, made_at_s, new_id
+from deployments.batches.ledger import ENDED as ENDED_BATCH
+from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.lines import LineError
 from deployments.batches.storage import Storage
+from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
 ENDED = ("completed", "failed", "expired", "cancelled")
 _MAX_HEADER_BYTES = 64 << 20  # the numbers of all lines of a segment, in JSON
 _OPEN = "open"
+RECORD_BYTES = 4096  # of a batch, in its smallest files
+# The line of an error of 190 bytes with its custom_id, for a line of at least 85 bytes with the same.
+_ERROR_BYTES_PER_INPUT_BYTE = 2.5
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From when on, and after how long, a file goes; OpenAI has these bounds."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600)]
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,6 +50,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     input_file_id: str
     completion_window: str
     metadata: dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
 
 class BatchRecord(BatchRequest, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -43,6 +58,7 @@ class BatchRecord(BatchRequest, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         key: the name of the API key; None without one.
+        input_bytes: of its input file; 0 of batches of an earlier version.
     """
 
     id: str
@@ -50,6 +66,11 @@ class BatchRecord(BatchRequest, frozen=True, kw_only=True, forbid_unknown_fields
     key: str | None
     created_at: int
     expires_at: int
+    input_bytes: int = 0
+
+    @property
+    def output_keep_s(self) -> float | None:
+        return None if self.output_expires_after is None else self.output_expires_after.seconds
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -128,38 +149,78 @@ class FencedError(SluiceError):
     """Another runner runs this batch."""
 
 
-class Log:
-    """The segments of one batch. Its calls block. An append that has failed may be made again.
+class Segment(NamedTuple):
+    """The numbers of the requests whose results are in a segment, and of those that failed."""
 
-    Raises, on every append:
+    numbers: list[int]
+    errors: list[int]
+
+
+class Log:
+    """The segments of one batch, and its end. Its calls block. A write that has failed may be made again.
+
+    Raises, on every write:
         FencedError: another runner has written since.
     """
 
     def __init__(self, storage: Storage, folder: str) -> None:
-        self._storage, self._folder = storage, folder
+        self._storage, self._folder = storage, f"{folder}/log"
+        self._end = f"{folder}/end"
         self._next = 0
         self._tried: bytes | None = None  # of a call that has failed, and may have written it nevertheless
 
-    def read(self) -> tuple[Progress, Iterator[list[int]]]:
-        """The latest progress, and the numbers of the requests in each segment. Later appends come behind these."""
+    def read(self) -> tuple[Progress, Iterator[Segment]]:
+        """The latest progress, and what is in each segment. Later appends come behind these."""
         names = self._names()
         self._next = int(names[-1]) + 1 if names else 0
-        return self._latest(names), (self._header(name).numbers for name in names)
+        return self.progress(), (Segment(each.numbers, each.errors) for each in map(self._header, names))
 
     def progress(self) -> Progress:
-        return self._latest(self._names())
+        """One read once the batch has ended."""
+        if (ended := self._ended()) is not None:
+            return ended
+        names = self._names()
+        try:
+            return self._header(names[-1]).progress if names else self._ended() or Progress()
+        except FileNotFoundError:  # it has ended this moment
+            return self._ended() or Progress()
 
-    def _latest(self, names: list[str]) -> Progress:
-        return self._header(names[-1]).progress if names else Progress()
+    def _ended(self) -> Progress | None:
+        try:
+            return msgspec.json.decode(self._storage.read(self._end), type=Progress)
+        except FileNotFoundError:
+            return None
 
-    def append(self, progress: Progress, results: list[Result]) -> None:
+    def append(self, progress: Progress, results: list[Result]) -> int:
+        """Returns the size of the segment in bytes."""
         header = _Header(progress, [each.number for each in results], [r.number for r in results if r.is_error])
         content = b"\n".join([msgspec.json.encode(header), *(each.line for each in results), b""])
-        path, was_tried = f"{self._folder}/{self._next:08d}", content == self._tried
-        self._tried = content
+        path = f"{self._folder}/{self._next:08d}"
+        self._create(path, content)
+        if self._storage.exists(self._end):  # the log was gone already, and anyone could write to it
+            self._storage.remove(path)
+            raise _fenced()
+        self._next += 1
+        return len(content)
+
+    def end(self, progress: Progress) -> None:
+        """What the batch has become."""
+        self._create(self._end, msgspec.json.encode(progress))
+
+    def end_as_it_is(self) -> None:
+        """Where an earlier version has told the end in the log alone."""
+        self._storage.create(self._end, msgspec.json.encode(self.progress()))
+
+    def remove(self) -> None:
+        self._storage.remove(self._folder)
+
+    def _create(self, path: str, content: bytes) -> None:
+        was_tried, self._tried = content == self._tried, content
         if not self._storage.create(path, content) and not (was_tried and self._storage.read(path) == content):
-            raise FencedError("another runner has gone on with this batch")
-        self._next, self._tried = self._next + 1, None
+            raise _fenced()
+
+    def bytes(self) -> int:
+        return self._storage.size_of_folder(self._folder)
 
     def lines(self, *, errors: bool) -> Iterator[bytes]:
         """The lines of output, or those of errors, with their line ends."""
@@ -176,20 +237,45 @@ class Log:
         return _header.decode(next(self._storage.lines(f"{self._folder}/{name}", _MAX_HEADER_BYTES)))
 
 
+def _fenced() -> FencedError:
+    return FencedError("another runner has gone on with this batch")
+
+
 class Batches:
     """All owners' batches. Its calls block."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, section: BatchesSection) -> None:
+        self._storage, self._section, self._ledger = storage, section, Ledger(storage, section)
 
-    def create(self, owner: str, key: str | None, asked: BatchRequest, window_s: float) -> BatchRecord:
+    def create(
+        self, owner: str, key: str | None, asked: BatchRequest, window_s: float, input_bytes: int = 0
+    ) -> BatchRecord:
+        """Raises FullError: what it may write does not fit."""
         now = int(time.time())
         record = BatchRecord(
-            id=new_id("batch_"), owner=owner, key=key, created_at=now, expires_at=now + int(window_s), **asdict(asked)
+            id=new_id("batch_"),
+            owner=owner,
+            key=key,
+            created_at=now,
+            expires_at=now + int(window_s),
+            input_bytes=input_bytes,
+            **{name: getattr(asked, name) for name in BatchRequest.__struct_fields__},
         )
+        self._ledger.enter(owner, Entry(record.id, OPEN, bytes_to_write(record), 0))
         self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
+        self._forget(owner)
         return record
+
+    def _forget(self, owner: str) -> None:
+        """The oldest of more ended batches than an owner may have."""
+        ended = [each.id for each in self._ledger.entries(owner) if each.kind == ENDED_BATCH]
+        for batch_id in ended[: -self._section.max_files]:
+            self.remove(owner, batch_id)
+
+    def reserve(self, record: BatchRecord, size: int | None = None) -> bool:
+        """Count so many bytes for an open batch, by default what it needs at least. Whether they fit."""
+        return self._ledger.put(record.owner, Entry(record.id, OPEN, size or bytes_to_write(record), 0))
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
         """Raises NotFoundError."""
@@ -200,9 +286,15 @@ class Batches:
         return msgspec.json.decode(found, type=BatchRecord)
 
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
-        """Newest first."""
-        ids, more = page_of(self.ids(owner), after, limit)
-        return [self.get(owner, identity) for identity in ids if self._is_whole(owner, identity)], more
+        """Newest first. Raises CursorError."""
+        found: list[BatchRecord] = []
+        ids = ids_after((each.id for each in self._ledger.entries(owner) if not each.is_file), after, "batch_")
+        for identity in ids:
+            if len(found) == limit:
+                return found, True
+            with suppress(NotFoundError):  # not whole yet, or removed meanwhile
+                found.append(self.get(owner, identity))
+        return found, False
 
     def _is_whole(self, owner: str, batch_id: str) -> bool:
         return self._storage.exists(f"{_folder(owner, batch_id)}/batch")
@@ -223,7 +315,7 @@ class Batches:
             return None
 
     def log(self, record: BatchRecord) -> Log:
-        return Log(self._storage, f"{_folder(record.owner, record.id)}/log")
+        return Log(self._storage, _folder(record.owner, record.id))
 
     def open_ids(self) -> list[tuple[str, str]]:
         """Owner and id of every batch that has not ended, oldest first."""
@@ -237,13 +329,34 @@ class Batches:
                 yield self.get(owner, batch_id)
             elif time.time() - made_at_s(batch_id) > 3600:  # its creator has been lost before it was written
                 self._storage.remove(_open(owner, batch_id))
+                self.remove(owner, batch_id)
 
     def close(self, record: BatchRecord) -> None:
-        """Once its log tells how it ended."""
+        """Once its progress tells how it ended, and its files are whole: the log goes."""
+        self._end(record.owner, record.id)
         self._storage.remove(_open(record.owner, record.id))
+
+    def settle(self, owner: str, batch_id: str) -> None:
+        """One that is not among the open ones, though it has no entry of an ended one."""
+        if not self._is_whole(owner, batch_id):
+            self.remove(owner, batch_id)
+        elif Log(self._storage, _folder(owner, batch_id)).progress().status in ENDED:
+            self._end(owner, batch_id)
+        else:  # only its mark is lost
+            self._storage.create(_open(owner, batch_id), b"")
+
+    def _end(self, owner: str, batch_id: str) -> None:
+        folder = _folder(owner, batch_id)
+        log = Log(self._storage, folder)
+        log.end_as_it_is()
+        log.remove()
+        size = self._storage.size_of_folder(folder) + RECORD_BYTES
+        expires_at = int(time.time() + self._section.keep_s)
+        self._ledger.put(owner, Entry(batch_id, ENDED_BATCH, size, expires_at))
 
     def remove(self, owner: str, batch_id: str) -> None:
         self._storage.remove(_folder(owner, batch_id))
+        self._ledger.strike(owner, batch_id)
 
     def owners(self) -> list[str]:
         return [name for name in self._storage.names("") if name != _OPEN]
@@ -280,6 +393,17 @@ class Batches:
             "usage": progress.tokens.as_openai() if progress.tokens != Tokens() else None,
             "metadata": metadata,
         }
+
+
+def bytes_to_write(record: BatchRecord, remaining: float = 1.0, log_bytes: int = 0) -> int:
+    """What a batch takes at its end, when its results stand in the log and in its files, and each request without an
+    answer has an error.
+
+    Args:
+        remaining: the part of its requests that have no result yet.
+        log_bytes: what its log has already.
+    """
+    return RECORD_BYTES + 2 * (log_bytes + int(remaining * _ERROR_BYTES_PER_INPUT_BYTE * record.input_bytes))
 
 
 def _iso(unix_s: int) -> str:

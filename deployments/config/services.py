@@ -52,7 +52,10 @@ class BatchesSection(Section):
     max_file_bytes: int = Field(default=200 << 20, ge=1)
     """Larger uploads get 413."""
     max_stored_bytes: int = Field(default=20 << 30, ge=1)
-    """Files of one API key together; uploads beyond it get 413."""
+    """What one API key stores together: its files, and what its batches have written or may come to write. Uploads and
+    batches beyond it get 413, and a batch whose answers reach it ends as `failed`."""
+    max_files: int = Field(default=10_000, ge=1)
+    """Files of one API key; uploads beyond it get 413. Of as many ended batches the oldest are forgotten."""
     upload_timeout_s: Seconds = 600.0
     """The longest that an upload may take; then it gets 408."""
     max_lines: int = Field(default=100_000, ge=1)
@@ -62,7 +65,7 @@ class BatchesSection(Section):
     max_window_s: Seconds = 7 * 86_400.0
     """The longest `completion_window`; longer ones get 400."""
     keep_s: Seconds = 30 * 86_400.0
-    """How long files and ended batches are kept."""
+    """How long a file is kept after it was made, and a batch after its end; `expires_after` asks for less."""
     max_in_flight: int = Field(default=1024, ge=1)
     """Requests of batches that one model's engines may have together, however idle they are."""
     segment_s: Seconds = 5.0

@@ -23,7 +23,7 @@ def peak_bytes() -> int:
 
 async def run(requests: int, folder: str) -> None:
     storage, section = Storage(folder), BatchesSection(segment_s=0.5)
-    files, batches = Files(storage, section.keep_s), Batches(storage)
+    files, batches = Files(storage, section), Batches(storage, section)
     content = (line(f"{number:06}", filler="x" * 200) for number in range(requests))
     record = batches.create("me", None, asking(files.add("me", "in.jsonl", "batch", content).id), window_s=86_400)
     runner = Runner(section, storage, Routers(pause_s=0.001))

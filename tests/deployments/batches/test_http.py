@@ -4,8 +4,10 @@ import asyncio
 import errno
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from deployments.batches import uploads
 from deployments.batches.files import owner_of
 from deployments.batches.http import BatchApi, no_batch_api
 from deployments.batches.runner import Runner, Troubles
+from deployments.batches.state import Batches
 from deployments.batches.storage import Storage
+from deployments.batches.sweep import Sweep
 from deployments.config.services import BatchesSection
 from deployments.http.keys import digest
 from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
@@ -179,6 +183,111 @@ async def test_a_key_has_a_bound_on_what_it_stores(service: Service) -> None:
     await uploaded(service.client("yours"), b"x" * 90_000)
 
 
+async def test_whatever_batches_write_counts_and_goes_when_it_is_not_needed(service: Service) -> None:
+    client = service.client()
+    file_id = await uploaded(client, lines(map(str, range(200))))
+    service.runner.start()
+    for _ in range(4):
+        batch = await begun(client, input_file_id=file_id)
+        with suppress(openai.ConflictError):
+            await client.batches.cancel(batch.id)
+        while (batch := await client.batches.retrieve(batch.id)).status not in ("cancelled", "completed"):
+            pass
+        for made in (batch.output_file_id, batch.error_file_id):
+            if made is not None:
+                await client.files.delete(made)
+        await until(lambda: not Batches(service.storage, SECTION).open_ids())
+    assert service.storage.names(f"{owner_of('mine')}/batches/{batch.id}/log") == []
+    assert service.storage.size_of_folder(owner_of("mine")) < 40_000  # the input, and four small records
+
+
+async def test_a_batch_that_cannot_fit_is_refused_when_it_is_made(service: Service) -> None:
+    client = service.client()
+    file_id = await uploaded(client, b"x" * 70_000)
+    async with refused(413, "batches.max_stored_bytes"):
+        await begun(client, input_file_id=file_id)
+    assert [each.id async for each in client.batches.list()] == []
+    await client.batches.create(
+        endpoint=COMPLETIONS, completion_window="24h", input_file_id=await uploaded(client, b"x" * 20_000)
+    )
+
+
+async def test_a_key_has_a_bound_on_its_files_and_of_its_ended_batches_the_oldest_go(tmp_path: Path) -> None:
+    service = Service(tmp_path, SECTION.model_copy(update={"max_files": 2}))
+    await service.start()
+    client = service.client()
+    file_ids = [await uploaded(client, b"x") for _ in range(2)]
+    async with refused(413, "batches.max_files"):
+        await uploaded(client)
+    service.runner.start()
+    made = []
+    for _ in range(4):
+        made.append(await begun(client, input_file_id=file_ids[0]))
+        await until(lambda: not Batches(service.storage, SECTION).open_ids())
+    assert [each.id async for each in client.batches.list()] == [each.id for each in made[:0:-1]]
+    await service.runner.close()
+
+
+async def test_a_page_reads_what_it_shows(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, reads = service.client(), Counter[str]()
+    for _ in range(5):
+        await uploaded(client, b"x")
+    read = Storage.read
+
+    def counted(storage: Storage, path: str) -> bytes:
+        reads[path] += 1
+        return read(storage, path)
+
+    monkeypatch.setattr(Storage, "read", counted)
+    assert len((await client.files.list(limit=2)).data) == 2
+    assert reads.total() == 2
+    assert (await client.files.list(purpose="batch_output")).data == []
+    assert reads.total() == 2
+
+
+@pytest.mark.parametrize("after", ["nonsense", f"batch_{'0' * 32}", f"file-{'f' * 32}"])
+async def test_a_cursor_that_never_was_an_id_is_refused(service: Service, after: str) -> None:
+    client = service.client()
+    await uploaded(client)
+    async with refused(400, "after"):
+        await client.files.list(after=after)
+    async with refused(400, "after"):
+        await client.batches.list(after=after.replace("batch_", "file-"))
+
+
+async def test_files_may_be_deleted_from_page_to_page(service: Service) -> None:
+    client = service.client()
+    ids = {await uploaded(client, b"x") for _ in range(5)}
+    assert {(await client.files.delete(file.id)).id async for file in client.files.list(limit=2)} == ids
+
+
+async def test_files_expire_when_their_client_has_asked_for_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = service.client()
+    after: Any = {"anchor": "created_at", "seconds": 3600}
+    file = await client.files.create(file=("in.jsonl", lines(IDS)), purpose="batch", expires_after=after)
+    assert file.expires_at == file.created_at + 3600
+    async with refused(400, "batches.keep_s"):
+        await begun(client, input_file_id=file.id, output_expires_after={**after, "seconds": 40 * 86_400})
+    batch = await begun(client, input_file_id=file.id, output_expires_after=after)
+    service.runner.start()
+    while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+        pass
+    output = await client.files.retrieve(batch.output_file_id)
+    assert output.expires_at == output.created_at + 3600
+    await until(lambda: not Batches(service.storage, SECTION).open_ids())
+    later_s = time.time() + 3700
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    for expired in (file, output):
+        async with refused(404, "expired"):
+            await client.files.content(expired.id)
+    assert (await client.files.list()).data == []
+    Sweep(service.storage, SECTION)()
+    assert service.storage.names(f"{owner_of('mine')}/files") == []
+    assert (await client.batches.retrieve(batch.id)).status == "completed"
+
+
 async def test_a_key_has_a_bound_on_open_batches(service: Service) -> None:
     client = service.client()
     for _ in range(3):
@@ -214,9 +323,12 @@ async def test_a_wrong_upload_is_refused(service: Service) -> None:
     client = service.client()
     async with refused(400, "purpose"):
         await client.files.create(file=("a", b"x"), purpose="vision")
-    async with refused(400, "expires_after"):
+    for wrong in ({"anchor": "now", "seconds": 3600}, {"anchor": "created_at", "seconds": 60}):
+        async with refused(400, "expires_after"):
+            await client.files.create(file=("a", b"x"), purpose="batch", expires_after=wrong)  # type: ignore[arg-type]
+    async with refused(400, "batches.keep_s"):
         await client.files.create(
-            file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+            file=("a", b"x"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 40 * 86_400}
         )
     headers = {"Authorization": "Bearer mine"}
     no_form = await service.http.post(

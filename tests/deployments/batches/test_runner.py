@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from deployments.batches import retried
 from deployments.batches import run as run_module
 from deployments.batches import runner as module
-from deployments.batches.files import Files
+from deployments.batches.files import Files, new_id
+from deployments.batches.ledger import Ledger
 from deployments.batches.results import Reply
 from deployments.batches.runner import Runner
 from deployments.batches.state import ENDED, Batches, BatchRecord, Progress, Result
 from deployments.batches.storage import Storage
+from deployments.batches.sweep import Sweep
 from deployments.config.services import BatchesSection
 from deployments.process.spans import Tracing
 from policies.batches.in_flight import Load
@@ -35,13 +37,13 @@ SECTION = BatchesSection(segment_s=0.02)
 class Folder:
     """A folder of files and batches, and what a client would do to it."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, section: BatchesSection = SECTION) -> None:
         self.storage = storage
-        self.files, self.batches = Files(storage, SECTION.keep_s), Batches(storage)
+        self.files, self.batches = Files(storage, section), Batches(storage, section)
 
     def batch(self, content: bytes, *, owner: str = "me", key: str | None = None, window_s: float = 60) -> BatchRecord:
         file = self.files.add(owner, "in.jsonl", "batch", [content])
-        return self.batches.create(owner, key, asking(file.id), window_s)
+        return self.batches.create(owner, key, asking(file.id), window_s, file.bytes)
 
     def shown(self, record: BatchRecord) -> dict[str, Any]:
         return self.batches.as_openai(record)
@@ -292,12 +294,74 @@ async def test_what_is_older_than_it_is_kept_is_removed_but_for_what_runs(
 ) -> None:
     ended, runs = folder.batch(lines(["a"])), folder.batch(lines(["b"]))
     folder.batches.close(ended)
-    runner = Runner(SECTION, folder.storage, Routers())
     later_s = module.time.time() + SECTION.keep_s + 1
     monkeypatch.setattr(module.time, "time", lambda: later_s)
-    runner._remove_old()
+    Sweep(folder.storage, SECTION)()
     assert folder.batches.ids("me") == [runs.id]
-    assert folder.files.ids("me") == []
+    assert folder.files.ids("me") == [runs.input_file_id]
+
+
+async def test_a_batch_whose_answers_exceed_what_its_key_may_store_ends_and_says_so(tmp_path: Path) -> None:
+    section = SECTION.model_copy(update={"max_stored_bytes": 400_000, "max_in_flight": 4})
+    folder = Folder(Storage(str(tmp_path)), section)
+    long = {"text": "x" * 20_000}
+
+    def answers(_: str) -> Reply:
+        return Reply(200, json.dumps(long).encode())
+
+    record, routers = folder.batch(lines(IDS)), Routers(answers, pause_s=0.02)
+    async with running(folder, routers, section):
+        shown = await folder.ends(record)
+    assert (shown["status"], [each["code"] for each in shown["errors"]["data"]]) == ("failed", ["no_room"])
+    assert 0 < shown["request_counts"]["completed"] < 20
+    errors = folder.output(record, "error")
+    assert sorted(ids(folder.output(record)) + ids(errors)) == IDS
+    assert {each["error"]["code"] for each in errors} == {"batch_failed"}
+
+
+def test_what_an_earlier_version_or_a_lost_process_has_left_is_put_in_order(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, runs = folder.batch(lines(["a"])), folder.batch(lines(["b"]))
+    folder.batches.log(ended).append(Progress(status="completed"), [])
+    folder.storage.remove("me/ledger")
+    folder.storage.remove(f"open/{ended.id}.me")
+    half = new_id("file-")
+    folder.storage.create(f"me/files/{half}/content", b"xxxx")
+    later_s = module.time.time() + 2 * 86_400
+    monkeypatch.setattr(module.time, "time", lambda: later_s)
+    Sweep(folder.storage, SECTION)()
+    assert {each.id: each.kind for each in Ledger(folder.storage, SECTION).entries("me")} == {
+        ended.input_file_id: "batch",
+        runs.input_file_id: "batch",
+        ended.id: "ended",
+        runs.id: "open",
+    }
+    assert folder.shown(ended)["status"] == "completed"
+    assert folder.storage.names(f"me/batches/{ended.id}/log") == []
+    assert half not in folder.files.ids("me")
+
+
+def test_an_open_batch_whose_mark_is_lost_is_open_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = folder.batch(lines(["a"]))
+    folder.storage.remove(f"open/{record.id}.me")
+    later_s = module.time.time() + 7200
+    monkeypatch.setattr(module.time, "time", lambda: later_s)
+    Sweep(folder.storage, SECTION)()
+    assert folder.batches.open_ids() == [("me", record.id)]
+
+
+async def test_results_that_the_log_has_lost_are_computed_again(folder: Folder) -> None:
+    record = folder.batch(lines(["a", "b", "c"]))
+    log = folder.batches.log(record)
+    for number, name in ((1, "a"), (2, "b")):
+        done = Progress(status="in_progress", model="m", total=3, last=3, completed=number)
+        log.append(done, [Result(number, False, json.dumps({"custom_id": name}).encode())])
+    folder.storage.remove(f"me/batches/{record.id}/log/00000000")
+    async with running(folder, Routers()):
+        shown = await folder.ends(record)
+    assert shown["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert ids(folder.output(record)) == ["a", "b", "c"]
 
 
 class Mortal(Storage):
@@ -434,7 +498,7 @@ async def test_a_batch_whose_input_is_lost_ends_with_what_was_answered(
     assert ids(folder.output(record)) == sorted(routers.asked) and done == len(routers.asked)
     assert (shown["status"], shown["failed_at"] is not None) == ("failed", True)
     (error,) = shown["errors"]["data"]
-    assert (error["code"], f"{100 - done} requests" in error["message"]) == ("file_not_found", True)
+    assert (error["code"], f"{100 - done} requests" in error["message"]) == ("lines_lost", True)
 
 
 async def test_a_batch_whose_lines_are_all_answered_needs_its_input_no_more(folder: Folder) -> None:

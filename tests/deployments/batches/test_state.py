@@ -8,12 +8,13 @@ from deployments.batches.files import NotFoundError, new_id
 from deployments.batches.lines import LineError
 from deployments.batches.state import Batches, BatchRecord, FencedError, Progress, Result, Tokens
 from deployments.batches.storage import Storage
+from deployments.config.services import BatchesSection
 from tests.deployments.batches.routers import asking
 
 
 @pytest.fixture
 def batches(tmp_path: Path) -> Batches:
-    return Batches(Storage(str(tmp_path)))
+    return Batches(Storage(str(tmp_path)), BatchesSection())
 
 
 def made(batches: Batches, owner: str = "me") -> BatchRecord:
@@ -29,7 +30,7 @@ def test_a_log_is_read_as_it_was_written(batches: Batches) -> None:
     again = batches.log(record)
     progress, numbers = again.read()
     assert progress == begun
-    assert list(numbers) == [[], [1, 3]]
+    assert list(numbers) == [([], []), ([1, 3], [3])]
     assert list(again.lines(errors=False)) == [b'{"a":1}\n']
     assert list(again.lines(errors=True)) == [b'{"b":2}\n']
 
@@ -66,6 +67,23 @@ def test_pages_come_newest_first_and_follow_each_other(batches: Batches) -> None
     rest, has_no_more = batches.page("me", first[-1].id, 3)
     assert [record.id for record in (*first, *rest)] == ids
     assert (has_more, has_no_more) == (True, False)
+
+
+def test_a_runner_that_was_late_for_the_end_writes_nothing_where_the_log_has_gone(batches: Batches) -> None:
+    record = made(batches)
+    first, late = batches.log(record), batches.log(record)
+    for log in (first, late):
+        log.read()
+    first.append(Progress(status="in_progress", total=1, last=1), [Result(1, False, b"{}")])
+    ended = Progress(status="completed", total=1, completed=1)
+    first.end(ended)
+    batches.close(record)
+    with pytest.raises(FencedError):
+        late.append(Progress(), [Result(1, False, b"{}")])
+    with pytest.raises(FencedError):
+        late.end(Progress(status="expired"))
+    assert batches.log(record).progress() == ended
+    assert batches.log(record).bytes() == 0
 
 
 def test_a_batch_that_was_cancelled_says_when_and_once(batches: Batches) -> None:
