@@ -19,7 +19,12 @@ _LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
 _DOTTED = re.compile(r"`([a-z]\w*(?:\.[\w<>*\[\]-]+)+)(?:: [^`]*)?`")
 _METRIC = re.compile(r"(?<![.\w/])sluice_[a-z_]+[a-z]\b")
-NO_KEYS = {"metadata.sluice_expected_end", "state.now_s", "state.waiting"}  # of a batch, and of a policy's snapshot
+NO_KEYS = {
+    "metadata.sluice_expected_end",
+    "metadata.sluice_trouble",
+    "state.now_s",
+    "state.waiting",
+}  # of a batch, and of a policy's snapshot
 UPGRADE = ROOT / "docs/guides/upgrade.md"
 OF_SPANS = ("sluice.", "gen_ai.")
 NAMES_OF_CODE = {ROOT / "docs/concepts/papers.md", ROOT / "docs/reference/workarounds.md"}  # which have no folder there

@@ -106,7 +106,7 @@ class BackgroundResponses:
         try:
             await self.store.withdraw(making.lease)
         except StateStoreError as error:
-            logger.warning("%s fails when its lease ends: %s", making.lease.place.response_id, error)
+            logger.warning("%s fails when its lease ends: %s", making.lease.place.shown, error)
 
     async def _run(self, making: _Making, make: Callable[[], Awaitable[Encoded]]) -> None:
         current.set(making.context)

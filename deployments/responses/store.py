@@ -1,5 +1,6 @@
 """Responses in the Redis that all routers share: JSON, for some time, within a bound of bytes, each with an owner."""
 
+import hashlib
 import re
 import secrets
 from collections.abc import Mapping
@@ -21,6 +22,12 @@ RECORD_BYTES = 1024  # the most that Redis needs for a response besides its JSON
 ID = re.compile(r"resp_[A-Za-z0-9_-]{1,96}", re.ASCII)
 
 _LUA = Path(__file__).with_name("lua")
+
+
+def shown_id(response_id: str) -> str:
+    """What status, logs and traces call a response. Without API keys its id opens it, and nothing leads from this one
+    to that."""
+    return f"response-{hashlib.sha256(response_id.encode()).hexdigest()[:24]}"
 
 
 class NoRoomError(SluiceError):
@@ -46,6 +53,11 @@ class Place(NamedTuple):
     def may_be(self) -> bool:
         """Whether its id looks like that of a response."""
         return ID.fullmatch(self.response_id) is not None
+
+    @property
+    def shown(self) -> str:
+        """For logs."""
+        return shown_id(self.response_id)
 
     @property
     def member(self) -> str:

@@ -30,7 +30,7 @@ from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.limits import FIELD_LIMITS
 from deployments.http.middleware import TENANT
 from deployments.responses.background import BackgroundResponses
-from deployments.responses.store import ID, Encoded, NoRoomError, Place, ResponseStore, TakenError
+from deployments.responses.store import ID, Encoded, NoRoomError, Place, ResponseStore, TakenError, shown_id
 from policies.errors import SluiceError, StateStoreError
 from router.timing import current
 
@@ -79,7 +79,7 @@ class _Turn:
 
     place: Place | None
     is_asked: bool
-    size: int
+    size: int = 0
     previous: _Previous | None = None
     messages: list[Any] = field(default_factory=list)
     generation: "asyncio.Future[tuple[Any, ...]] | None" = None
@@ -133,15 +133,17 @@ class StoredResponses(OpenAIServingResponses):
 
     async def _created(self, request: ResponsesRequest, raw_request: Any) -> Any:
         turn = self._begun(request, raw_request)
+        if raw_request is not None:
+            turn.size = len(await raw_request.body())  # which has been read: FastAPI has made the request of it
         _turn.set(turn)
         await self._check_store(turn, request)
         if request.previous_response_id is not None:
             turn.previous = await self._previous(request.previous_response_id, turn)
         request.store = False
         made = await super().create_responses(request, raw_request)
-        if isinstance(made, ErrorResponse) or turn.place is None:
+        if isinstance(made, ErrorResponse):
             return made
-        if request.background:
+        if request.background and turn.place is not None:
             return await self._started(turn, turn.place, request, made)
         return await self._stored(turn, made) if isinstance(made, ResponsesResponse) else self._stream(turn, made)
 
@@ -158,7 +160,7 @@ class StoredResponses(OpenAIServingResponses):
             }
             for param in (name for name, asked in needs.items() if asked):
                 raise _bad(param, f"{param}: no response is stored here (responses.store)")
-            return _Turn(None, False, 0)
+            return _Turn(None, False)
         if request.background and request.stream:
             raise _bad("stream", "stream: a response in the background is not streamed, ask for it until it has ended")
         is_asked = store_asked or bool(request.background)
@@ -166,7 +168,7 @@ class StoredResponses(OpenAIServingResponses):
         if is_asked and not place.may_be:
             raise _bad("request_id", f"request_id of a stored response must match {ID.pattern}, or be left out")
         stores = request.store and place.may_be
-        turn = _Turn(place if stores else None, is_asked, _body_bytes(raw_request))
+        turn = _Turn(place if stores else None, is_asked)
         if request.background:
             turn.generation = asyncio.get_running_loop().create_future()
         return turn
@@ -176,7 +178,7 @@ class StoredResponses(OpenAIServingResponses):
         for param in ("background", "previous_response_id"):
             if getattr(request, param):
                 raise _bad(param, f"{param}: lines of a batch keep no state")
-        return _Turn(None, False, 0)
+        return _Turn(None, False)
 
     async def _check_store(self, turn: _Turn, request: ResponsesRequest) -> None:
         """Before the engines work for it. One in the background is stored before that anyway."""
@@ -219,7 +221,9 @@ class StoredResponses(OpenAIServingResponses):
 
     async def _stored(self, turn: _Turn, response: ResponsesResponse) -> ResponsesResponse:
         """The response, which says whether it is stored. It is not withheld where that fails in the end."""
-        assert self._kept is not None and turn.place is not None
+        _note_store(response, False)
+        if self._kept is None or turn.place is None:
+            return response
         if (context := current.get()) is not None and context.is_over:
             return response  # cut off, whatever vLLM makes of that
         _note_store(response, True)
@@ -228,7 +232,7 @@ class StoredResponses(OpenAIServingResponses):
         except (NoRoomError, StateStoreError) as error:
             _note_store(response, False)
             if turn.is_asked:
-                logger.warning("%s is not stored: %s", turn.place.response_id, error)
+                logger.warning("%s is not stored: %s", turn.place.shown, error)
         return response
 
     async def _stream(self, turn: _Turn, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -236,6 +240,10 @@ class StoredResponses(OpenAIServingResponses):
             async for event in events:
                 if event.type == "response.completed":
                     await self._stored(turn, event.response)
+                elif event.type in ("response.created", "response.in_progress"):
+                    _note_store(
+                        event.response, turn.place is not None
+                    )  # what is meant to be; the last one says what is
                 yield event
 
     async def _encoded(self, turn: _Turn, response: ResponsesResponse) -> Encoded:
@@ -247,6 +255,18 @@ class StoredResponses(OpenAIServingResponses):
             why = f"the conversation exceeds {self._kept.max_bytes} bytes (router.max_body_bytes)"
             raise self._kept.store.no_room(why)
         return encoded
+
+    def _generate_with_builtin_tools(self, request_id: str, *args: Any, **settings: Any) -> Any:
+        """vLLM would ask the engines by the id of the response, and theirs are shown to everybody."""
+        return super()._generate_with_builtin_tools(shown_id(request_id), *args, **settings)
+
+    def _raise_if_error(self, finish_reason: str | None, request_id: str) -> None:
+        super()._raise_if_error(finish_reason, shown_id(request_id))
+
+    def _log_final_output(self, request: ResponsesRequest, *args: Any, **settings: Any) -> None:
+        if self.enable_log_outputs:
+            request = request.model_copy(update={"request_id": shown_id(request.request_id)})
+            super()._log_final_output(request, *args, **settings)
 
     async def _run_background_request(self, request: ResponsesRequest, *generation: Any) -> None:
         """vLLM would generate in a task whose failure is not seen."""
@@ -289,11 +309,6 @@ def _unavailable(param: str, error: SluiceError) -> _RefusedError:
 def _key() -> str | None:
     context = current.get()
     return context.tenant.name if context is not None and context.tenant is not None else None
-
-
-def _body_bytes(raw_request: Any) -> int:
-    length = "" if raw_request is None else raw_request.headers.get("content-length", "")
-    return int(length) if length.isdecimal() else IN_A_THREAD_BYTES
 
 
 async def _by_size(size: int, call: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from deployments.http.middleware import TENANT, SluiceMiddleware
 from deployments.process.ports import free_port
 from deployments.responses.background import BackgroundResponses
 from deployments.responses.http import ResponsesApi
-from deployments.responses.store import Place, ResponseStore
+from deployments.responses.store import Place, ResponseStore, shown_id
 from policies.errors import AdmissionError, StateStoreError
 from router.admission import Tenant
 from router.background import BackgroundTasks
@@ -137,6 +138,8 @@ async def test_a_conversation_goes_on_at_another_router_with_all_that_was_said(
 async def test_a_stream_is_stored_when_its_client_reads_its_end(routers: list[OneRouter]) -> None:
     one, other = (router.client() for router in routers)
     async for event in await one.responses.create(model=MODEL, input="a", stream=True):
+        if event.type in ("response.created", "response.in_progress"):
+            assert event.response.to_dict()["store"] is True
         if event.type == "response.completed":
             assert event.response.to_dict()["store"] is True
             stored = await other.responses.retrieve(event.response.id)
@@ -148,10 +151,40 @@ async def test_a_stream_is_stored_when_its_client_reads_its_end(routers: list[On
 
 async def test_what_is_not_to_be_stored_is_not(routers: list[OneRouter]) -> None:
     client = routers[0].client()
-    answer = await client.responses.create(model=MODEL, input="a", store=False)
-    with pytest.raises(openai.NotFoundError):
-        await client.responses.retrieve(answer.id)
+    for unstored_by in ({"store": False}, {"extra_body": {"request_id": "an id of mine"}}):
+        answer = await client.responses.create(model=MODEL, input="a", **unstored_by)  # type: ignore[call-overload]
+        assert answer.to_dict()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(answer.id)
+    told = [
+        event.response.to_dict()["store"]
+        async for event in await client.responses.create(model=MODEL, input="a", store=False, stream=True)
+        if event.type in ("response.created", "response.in_progress", "response.completed")
+    ]
+    assert told == [False] * 3
     assert (await routers[0].store.usage()).responses == 0
+
+
+async def test_nothing_that_is_shown_holds_the_id_that_opens_a_response(
+    routers: list[OneRouter], routed: Routed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    client, ids = routers[0].client(), list[str]()
+    ids.append((await client.responses.create(model=MODEL, input="a")).id)
+    routed.fails = True
+    own = {"request_id": "resp_my-own"}
+    begun = await client.responses.create(model=MODEL, input="a", background=True, extra_body=own)
+    ids.append(begun.id)
+    await until(lambda: routers[0].failures == ["background response"])
+    routers[0].failures.clear()
+    told = [request.request_id for request in routed.asked]
+    assert len(told) == 2
+    told += [
+        str(vars(record)) for record in caplog.records if record.name.startswith(("deployments", "router", "vllm"))
+    ]
+    for response_id in ids:
+        assert any(shown_id(response_id) in each for each in told)
+        assert not any(response_id.removeprefix("resp_") in each for each in told)
 
 
 async def test_of_another_key_nothing_is_told_deleted_cancelled_or_gone_on_from(
@@ -319,6 +352,22 @@ async def test_one_that_is_begun_anew_after_its_deletion_is_the_one_that_is_told
     assert (await client.responses.retrieve("resp_my-own")).status in ("queued", "in_progress")
     assert (await client.responses.cancel("resp_my-own")).status == "cancelled"
     await until(lambda: not routers[0].background._making)
+
+
+async def test_a_body_in_chunks_counts_by_its_size(llm: Any, routed: Routed, redis_url: str, namespace: str) -> None:
+    routed.stalls = True
+
+    async def body() -> AsyncIterator[bytes]:
+        yield json.dumps({"model": MODEL, "input": "a" * 100, "background": True}).encode()
+
+    async with stores(redis_url, namespace) as make:
+        router = await made_router(llm, make())
+        client, headers = router.client(), {"Content-Type": "application/json", "Authorization": "Bearer key of me"}
+        answer = await client._client.post("http://sluice/v1/responses", content=body(), headers=headers)
+        assert answer.status_code == 200, answer.text
+        (making,) = router.background._making
+        assert 100 < making.size < 1000
+        await router.background.close()
 
 
 async def test_what_is_made_in_the_background_is_bounded_in_bytes(
