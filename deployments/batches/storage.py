@@ -107,10 +107,10 @@ class Storage:
     @contextmanager
     def _part(self, target: str, chunks: Iterable[bytes]) -> Iterator[str]:
         """A whole file beside the target, on the disk; gone at the end of the block."""
-        os.makedirs(os.path.dirname(target), exist_ok=True)
+        _make_own(os.path.dirname(target))
         part = f"{target}.{secrets.token_hex(8)}{_PART}"
         try:
-            with open(part, "xb") as file:
+            with open(part, "xb", opener=_own) as file:
                 file.writelines(chunks)
                 file.flush()
                 os.fsync(file.fileno())
@@ -152,3 +152,16 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _own(path: str, flags: int) -> int:
+    """Opens a file that nobody else reads: it has prompts and answers in clear text."""
+    return os.open(path, flags, 0o600)
+
+
+def _make_own(folder: str) -> None:
+    """Makes what is missing of it, as `_own`; `os.makedirs` would leave the folders above it open."""
+    if not os.path.isdir(folder):
+        _make_own(os.path.dirname(folder))
+        with suppress(FileExistsError):
+            os.mkdir(folder, 0o700)

@@ -1,5 +1,6 @@
 """The folder of batches, on a disk and in a store of objects."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,6 +111,17 @@ def test_an_error_of_what_is_written_is_not_one_of_the_folder(storage: Storage) 
 
     with pytest.raises(KeyError, match="of the caller"):
         storage.write("a/b", breaks())
+
+
+def test_nobody_else_reads_what_is_written_on_a_disk(tmp_path: Path) -> None:
+    storage, before = Storage(str(tmp_path / "batches")), os.umask(0)
+    try:
+        storage.write("a/b/written", [b"x"])
+        storage.create("a/c/created", b"x")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"batches": 0o700, "a": 0o700, "b": 0o700, "c": 0o700, "written": 0o600, "created": 0o600}
 
 
 def test_names_are_sorted_and_there_are_none_in_no_folder(storage: Storage) -> None:
