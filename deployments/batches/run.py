@@ -247,17 +247,22 @@ class BatchRun:
             ended = replace(ended, errors=errors, status="failed" if ended.status == "completed" else ended.status)
         await self._end(ended)
 
+    async def end_unread(self, ending: Status) -> None:
+        """It was cancelled, or its window was over, before anyone could say whether it is right."""
+        error = LineError("not_begun", "no router told which models there are: nothing was read, and nothing sent")
+        await self._end(Progress(status=ending, errors=(error,), ended_at=int(time.time())))
+
     async def _end(self, progress: Progress) -> None:
         await self.folder(self._log.end, progress)
         self.progress = progress
 
     async def has_room(self) -> bool:
-        """Whether its owner may store what it has written and will at least write. If not, `errors` say so."""
+        """Whether its owner may store what it has written and more. If not, `errors` say so."""
         progress = self.progress
         needs = bytes_to_write(self.record, progress.remaining / max(1, progress.total), self._log_bytes)
         if needs > self._reserved:
             self._reserved = needs
-            if not await self.folder(self._batches.reserve, self.record, needs):
+            if not await self.folder(self._batches.reserve, self.record, needs) and progress.remaining:
                 why = "its answers exceed what its key may store (batches.max_stored_bytes): delete files, ask again"
                 self.progress = replace(progress, errors=(*progress.errors, LineError("no_room", why)))
                 return False

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol
@@ -144,7 +144,7 @@ class Runner:
     async def _run(self, record: BatchRecord) -> None:
         run = self._runs[record.id] = await BatchRun.opened(record, self._batches, self._files)
         if run.progress.status == "validating":
-            await run.validate(await self._models(), self._section.max_lines)
+            await self._validate(run)
         if run.progress.status == "in_progress":
             await run.finish(await self._sent(run))
         elif run.progress.status not in ENDED:
@@ -152,21 +152,29 @@ class Runner:
         await run.folder(self._batches.close, record)
         logger.info("%s %s", record.id, run.progress.status)
 
-    async def _models(self) -> Collection[str]:
-        """The names of the models that are served; waits until a router tells them."""
+    async def _validate(self, run: BatchRun) -> None:
+        """Once a router tells the names of the models that are served."""
         while True:
             try:
-                return (await self._routers.loads()).keys()
+                models = (await self._routers.loads()).keys()
             except ReplicaLostError as error:
                 logger.info("no router tells the models: %s", error)
-                await asyncio.sleep(LOAD_S)
+            else:
+                await run.validate(models, self._section.max_lines)
+                return
+            if (ending := await self._ending(run)) is not None:
+                await run.end_unread(ending)
+                return
+            await asyncio.sleep(LOAD_S)
 
     async def _sent(self, run: BatchRun) -> Status:
         """Send every request, until the batch is cancelled or its window is over; returns how it ends."""
         sending = asyncio.create_task(self._send_all(run))
         sending.add_done_callback(lambda _: run.wake.set())
         try:
-            while (ending := await self._ending(run, sending)) is None:
+            while not sending.done():
+                if (ending := await self._ending(run)) is not None:
+                    return ending
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(self._section.segment_s, _left_s(run))):
                         await run.wake.wait()
@@ -174,17 +182,15 @@ class Runner:
                 await run.flush()
                 if not await run.has_room():
                     return "failed"
-            return ending
+            await run.flush()  # whatever kept the others from being sent
+            sending.result()
+            return "completed"
         finally:
             sending.cancel()
             await asyncio.wait([sending])
 
-    async def _ending(self, run: BatchRun, sending: "asyncio.Task[None]") -> Status | None:
-        """How the batch ends; None while it goes on. Raises the error that has kept requests from being sent."""
-        if sending.done():
-            await run.flush()  # whatever kept the others from being sent
-            sending.result()
-            return "completed"
+    async def _ending(self, run: BatchRun) -> Status | None:
+        """How a batch ends whose requests are not all answered; None while it goes on."""
         if await run.folder(self._batches.cancelled_at, run.record) is not None:
             return "cancelled"
         return "expired" if _left_s(run) <= 0 else None

@@ -16,7 +16,7 @@ from bench.batches import SWING, Run, RunningBatch, as_markdown, batch_lines, dr
 from bench.load import ServerUnusable
 from bench.open_loop import Lengths
 from deployments.batches.http import BatchApi
-from deployments.batches.runner import Runner
+from deployments.batches.runner import Runner, Troubles
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from tests.deployments.batches.routers import COMPLETIONS, Routers, lines
@@ -83,7 +83,10 @@ def application(folder: Path) -> Iterator[openai.OpenAI]:
         yield
         await runner.close()
 
-    api = BatchApi(FastAPI(lifespan=running), section, storage, {COMPLETIONS}, runner.look)
+    async def troubles(owner: str) -> Troubles:
+        return runner.troubles(owner)
+
+    api = BatchApi(FastAPI(lifespan=running), section, storage, {COMPLETIONS}, runner.look, troubles)
     with TestClient(api, base_url="http://127.0.0.1") as http:
         yield openai.OpenAI(base_url="http://127.0.0.1/v1", api_key="none", http_client=http, max_retries=0)
 

@@ -225,6 +225,18 @@ async def test_a_batch_waits_while_no_router_is_there(folder: Folder) -> None:
         assert (await folder.ends(record))["request_counts"]["completed"] == 100
 
 
+@pytest.mark.parametrize("ending", ["cancelled", "expired"])
+async def test_a_batch_ends_though_no_router_is_there(folder: Folder, ending: str) -> None:
+    record, routers = folder.batch(lines(IDS), window_s=60 if ending == "cancelled" else 1), Routers()
+    routers.are_away = True
+    if ending == "cancelled":
+        folder.batches.cancel(record)
+    async with running(folder, routers):
+        shown = await folder.ends(record)
+    assert (shown["status"], shown[f"{ending}_at"] is not None) == (ending, True)
+    assert [each["code"] for each in shown["errors"]["data"]] == ["not_begun"]
+
+
 async def test_a_cancelled_batch_has_what_was_answered_and_an_error_for_each_other(folder: Folder) -> None:
     record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.02, load=Load(slots=8))
     async with running(folder, routers) as runner:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from deployments.batches.files import owner_of
 from deployments.batches.metrics import BatchMetrics
-from deployments.batches.runner import OpenBatches
+from deployments.batches.runner import OpenBatches, Troubles
 from deployments.config.application import AppConfig
 from deployments.http.keys import digest
 from deployments.serving import service
@@ -342,6 +342,9 @@ class Runner:
 
     async def open_batches(self, owner: str) -> OpenBatches | None:
         return None if self.is_away else OpenBatches(count=1, oldest=[{"id": owner}])
+
+    async def troubles(self, owner: str) -> Troubles:
+        return {}
 
 
 class Completes(FrontEnd):
