@@ -4,8 +4,11 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.concurrency import iterate_in_threadpool
@@ -29,6 +32,7 @@ from deployments.http.middleware import asking_tenant
 from deployments.http.own_routes import in_front_of
 from router.admission import Tenant
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -62,6 +66,8 @@ class BatchApi:
         self._section, self._look, self._troubles = section, look, troubles
         self._files, self._batches = Files(storage, section), Batches(storage, section)
         self._endpoints = [each for each in ENDPOINTS if each in served]
+        # Its own: a folder that is slow would take those in which bodies of other requests are judged.
+        self._threads = ThreadPoolExecutor(8, "batches")
         self._uploads = Uploads(section.max_file_bytes, section.upload_timeout_s)
         routes = Router(
             [
@@ -81,6 +87,11 @@ class BatchApi:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._served(scope, receive, send)
+
+    async def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """The result of a call that blocks, in the context of this task."""
+        within = partial(copy_context().run, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, within)
 
     async def _upload(self, request: Request) -> Response:
         async with self._uploads.receiving(asking_owner()) as upload:
@@ -103,7 +114,7 @@ class BatchApi:
         if unknown := sorted(form.keys() - {"file", "purpose", *_EXPIRES_AFTER}):
             raise bad_request(f"{unknown} are not known here")
         name, size = (upload.filename or "file")[:255], upload.size or 0
-        return await asyncio.to_thread(
+        return await self._in_thread(
             self._files.upload, owner, name, _chunks(upload), size, self._keep_s(_expires_after(form))
         )
 
@@ -119,21 +130,21 @@ class BatchApi:
         if asked.get("order", "desc") != "desc":
             raise bad_request("order must be desc: newest first")
         page = (asked.get("after"), _limit(request, _FILES_OF_A_PAGE), asked.get("purpose"))
-        found, has_more = await asyncio.to_thread(self._files.page, asking_owner(), *page)
+        found, has_more = await self._in_thread(self._files.page, asking_owner(), *page)
         return _listed([each.as_openai() for each in found], has_more)
 
     async def _show_file(self, request: Request) -> Response:
         return JSONResponse((await self._file(request)).as_openai())
 
     async def _file(self, request: Request) -> FileRecord:
-        return await asyncio.to_thread(self._files.get, asking_owner(), request.path_params["id"])
+        return await self._in_thread(self._files.get, asking_owner(), request.path_params["id"])
 
     async def _delete_file(self, request: Request) -> Response:
         record, owner = await self._file(request), asking_owner()
-        if users := await asyncio.to_thread(self._open_with, owner, record.id):
+        if users := await self._in_thread(self._open_with, owner, record.id):
             why = f"{users[0]} reads it: cancel that, or wait for its end"
             raise HttpError(HTTPStatus.CONFLICT, f"{record.id} is in use, {why}")
-        await asyncio.to_thread(self._files.remove, owner, record.id)
+        await self._in_thread(self._files.remove, owner, record.id)
         return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 
     def _open_with(self, owner: str, file_id: str) -> list[str]:
@@ -162,7 +173,7 @@ class BatchApi:
             why = f"this key may not use the class of batches, {self._section.slo_class!r} (batches.slo_class)"
             raise HttpError(HTTPStatus.FORBIDDEN, why)
         self._keep_s(asked.output_expires_after)
-        record = await asyncio.to_thread(self._opened, tenant, asked, window_s)
+        record = await self._in_thread(self._opened, tenant, asked, window_s)
         self._look()
         return JSONResponse(record)
 
@@ -189,7 +200,7 @@ class BatchApi:
 
     async def _list_batches(self, request: Request) -> Response:
         page = (request.query_params.get("after"), _limit(request, _BATCHES_OF_A_PAGE))
-        found, has_more = await asyncio.to_thread(self._page, *page)
+        found, has_more = await self._in_thread(self._page, *page)
         return _listed(await self._with_troubles(found), has_more)
 
     def _page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
@@ -197,7 +208,7 @@ class BatchApi:
         return [self._batches.as_openai(each) for each in found], has_more
 
     async def _show_batch(self, request: Request) -> Response:
-        (shown,) = await self._with_troubles([await asyncio.to_thread(self._batch, request.path_params["id"])])
+        (shown,) = await self._with_troubles([await self._in_thread(self._batch, request.path_params["id"])])
         return JSONResponse(shown)
 
     async def _with_troubles(self, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -211,7 +222,7 @@ class BatchApi:
         return self._batches.as_openai(self._batches.get(asking_owner(), batch_id))
 
     async def _cancel(self, request: Request) -> Response:
-        cancelled = await asyncio.to_thread(self._cancelled, request.path_params["id"])
+        cancelled = await self._in_thread(self._cancelled, request.path_params["id"])
         self._look()
         return JSONResponse(cancelled)
 

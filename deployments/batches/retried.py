@@ -5,12 +5,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from policies.errors import SluiceError
-
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # each pause is twice the one before
-NO_MATTER_OF_TIME = (SluiceError, FileNotFoundError)  # trying again would find the same
 
 
 class Retried:
@@ -32,15 +29,15 @@ class Retried:
         return next(iter(self._troubles.values()), None)
 
     async def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
-        """The result of a call that blocks, and that may be made twice. Raises NO_MATTER_OF_TIME."""
+        """The result of a call that blocks, and that may be made twice. Raises what is no matter of time."""
         this, pause_s = object(), FIRST_PAUSE_S
         try:
             while True:
                 try:
                     return await asyncio.to_thread(call, *args)
-                except NO_MATTER_OF_TIME:
+                except FileNotFoundError:  # trying again would find the same
                     raise
-                except Exception as error:  # object stores raise whatever their packages raise
+                except OSError as error:
                     logger.warning("%s: the folder fails, again in %g s", self._batch_id, pause_s, exc_info=error)
                     self._troubles[this] = f"the folder of batches fails: {_in_words(error)}"
                     self.is_well.clear()
@@ -52,6 +49,6 @@ class Retried:
                 self.is_well.set()
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: OSError) -> str:
     """Without paths, which are the operator's."""
-    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
+    return error.strerror or type(error.__cause__ or error).__name__

@@ -8,22 +8,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from deployments.batches.files import Files, derived_id
-from deployments.batches.lines import (
-    MAX_LINE_BYTES,
-    Line,
-    LineError,
-    Validation,
-    WrongLineError,
-    numbered,
-    parsed,
-    validated,
-)
+from deployments.batches.input import Input, InputLostError
+from deployments.batches.lines import MAX_LINE_BYTES, Line, LineError, Validation, validated
 from deployments.batches.results import unanswered
 from deployments.batches.retried import Retried
 from deployments.batches.state import (
@@ -38,15 +29,8 @@ from deployments.batches.state import (
 )
 from policies.batches.estimate import expected_end_s
 from policies.batches.turns import Waiting
-from policies.errors import SluiceError
 
-WINDOW_LINES = 1024  # read ahead, and sent in the order of their bodies, so that equal prefixes come together
-WINDOW_BYTES = 4 << 20  # of those lines in memory
 RESULTS_BYTES = 8 << 20  # with as many that are in no segment yet, nothing more is sent
-
-
-class InputLostError(SluiceError):
-    """The input has gone, or is another, since it was validated."""
 
 
 class BatchRun:
@@ -66,8 +50,6 @@ class BatchRun:
         self._results: list[Result] = []
         self._results_bytes, self._has_room = 0, asyncio.Event()
         self._window: deque[Line] = deque()
-        self._input: Iterator[Line] | None = None
-        self._taken = 0  # the number of the last line that has been in it
         self._answered: deque[tuple[float, int]] = deque(maxlen=120)  # of ten minutes by default: the end's estimate
 
     @classmethod
@@ -92,21 +74,17 @@ class BatchRun:
 
     def _begin(self) -> None:
         self._is_done = bytearray(self.progress.last // 8 + 1)
+        self._input = self._unanswered()
         self._has_room.set()
 
     def _mark(self, number: int) -> None:
         self._is_done[number // 8] |= 1 << number % 8
 
-    def _unanswered(self, after: int) -> Iterator[Line]:
-        """Those behind a line. Raises InputLostError."""
-        try:
-            for number, raw in numbered(self._lines()):
-                if number > self.progress.last:
-                    return
-                if number > after and not self._is_done[number // 8] >> number % 8 & 1:
-                    yield parsed(number, raw, self.record.endpoint)
-        except (FileNotFoundError, WrongLineError) as error:  # it was there, and right
-            raise InputLostError(f"the input file {self.record.input_file_id} is lost") from error
+    def _has_result(self, number: int) -> bool:
+        return bool(self._is_done[number // 8] >> number % 8 & 1)
+
+    def _unanswered(self) -> Input:
+        return Input(self._lines, self.record.endpoint, self.progress.last, self._has_result)
 
     def _lines(self) -> Iterator[bytes]:
         return self._files.lines(self.record.owner, self.record.input_file_id, MAX_LINE_BYTES)
@@ -171,20 +149,8 @@ class BatchRun:
         """The next to be sent; None after the last, and where the rest of the input is lost: `finish` says so."""
         if not self._window:
             with suppress(InputLostError):
-                self._window.extend(await self.folder(self._next_window))
+                self._window.extend(await self.folder(self._input.window))
         return self._window.popleft() if self._window else None
-
-    def _next_window(self) -> list[Line]:
-        """Raises InputLostError."""
-        if self._input is None:
-            self._input = self._unanswered(self._taken)
-        try:
-            lines = _bounded(self._input, WINDOW_LINES, WINDOW_BYTES)
-        except BaseException:
-            self._input = None  # it is over, whatever was left; the next call begins behind what was taken
-            raise
-        self._taken = lines[-1].number if lines else self._taken
-        return sorted(lines, key=lambda line: line.body)
 
     def note(self, result: Result, tokens: Tokens) -> None:
         """Add a result, which comes into the next segment."""
@@ -280,8 +246,8 @@ class BatchRun:
 
     async def _give_up_lines(self, ending: Status) -> None:
         """Each line without an answer gets an error. Raises InputLostError."""
-        self._input, self._taken = None, 0
-        while lines := await self.folder(self._next_window):
+        unanswered_lines = self._unanswered()
+        while lines := await self.folder(unanswered_lines.window):
             for line in lines:
                 self._add(unanswered(line.number, line.custom_id, ending))
             await self._append(self.progress)
@@ -311,15 +277,3 @@ def _counted(lines: Iterator[bytes], count: int) -> Iterator[bytes]:
         yield line
     if count:
         raise FencedError(f"{count} results are no longer in the log")
-
-
-def _bounded(lines: Iterator[Line], most: int, most_bytes: int) -> list[Line]:
-    """The next lines: at least one if any is left."""
-    taken: list[Line] = []
-    size = 0
-    for line in islice(lines, most):
-        taken.append(line)
-        size += len(line.body)
-        if size > most_bytes:
-            break
-    return taken

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -243,6 +244,19 @@ async def test_a_page_reads_what_it_shows(service: Service, monkeypatch: pytest.
     assert reads.total() == 2
     assert (await client.files.list(purpose="batch_output")).data == []
     assert reads.total() == 2
+
+
+async def test_a_folder_that_is_slow_takes_no_threads_of_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, client = threading.Event(), service.client()
+    monkeypatch.setattr(Storage, "names", lambda *_: held.wait(10) and [])
+    lists = [asyncio.ensure_future(client.files.list()) for _ in range(40)]
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        await asyncio.to_thread(lambda: None)
+    held.set()
+    assert [page.data for page in await asyncio.gather(*lists)] == [[]] * 40
 
 
 @pytest.mark.parametrize("after", ["nonsense", f"batch_{'0' * 32}", f"file-{'f' * 32}"])

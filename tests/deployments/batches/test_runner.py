@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deployments.batches import input as input_module
 from deployments.batches import retried
-from deployments.batches import run as run_module
 from deployments.batches import runner as module
 from deployments.batches.files import Files, new_id
 from deployments.batches.ledger import Ledger
@@ -449,7 +449,7 @@ async def test_while_its_folder_fails_a_batch_keeps_its_answers_and_sends_nothin
 async def test_an_input_that_cannot_be_read_for_a_time_costs_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "WINDOW_LINES", 10)
+    monkeypatch.setattr(input_module, "WINDOW_LINES", 10)
     storage = Failing(str(tmp_path))
     folder = Folder(storage)
     record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.01)
@@ -490,7 +490,7 @@ async def test_a_segment_that_was_written_though_its_write_failed_is_taken_for_t
 async def test_a_batch_whose_input_is_lost_ends_with_what_was_answered(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "WINDOW_LINES", 10)
+    monkeypatch.setattr(input_module, "WINDOW_LINES", 10)
     held = asyncio.Event()
 
     class Holds(Routers):

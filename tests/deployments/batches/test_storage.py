@@ -145,6 +145,28 @@ def test_a_folder_is_removed_with_what_is_in_it_and_what_is_not_there_is_no_matt
     assert storage.size_of_folder("a") == 0
 
 
+def test_whatever_a_store_raises_is_an_error_of_input_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(f"ranges://{uuid4().hex}")
+    storage.write("a/b", [b"x"])
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no endpoint")
+
+    for name in ("_open", "pipe_file", "cat_file", "info", "ls", "rm"):
+        monkeypatch.setattr(RangeFileSystem, name, fails)
+    for call in (
+        lambda: storage.read("a/b"),
+        lambda: storage.create("a/c", b"x"),
+        lambda: storage.write("a/b", [b"x"]),
+        lambda: list(storage.chunks("a/b")),
+        lambda: list(storage.lines("a/b", 9)),
+        lambda: storage.names("a"),
+        lambda: storage.remove("a"),
+    ):
+        with pytest.raises(OSError, match="no endpoint"):
+            call()
+
+
 def test_a_url_that_cannot_be_used_is_named() -> None:
     with pytest.raises(ConfigError, match=r"batches\.folder"):
         Storage("nosuch://bucket")
