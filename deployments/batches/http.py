@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from http import HTTPStatus
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -155,8 +156,14 @@ class BatchApi:
     async def _content(self, request: Request) -> Response:
         record = await self._file(request)
         chunks = self._files.chunks(asking_owner(), record.id)
+        try:
+            first = await self._in_thread(next, chunks, b"")  # while an error can still be the answer
+        except FileNotFoundError:
+            raise NotFoundError(f"the content of {record.id} is lost") from None
         headers = {"Content-Length": str(record.bytes)}
-        return StreamingResponse(iterate_in_threadpool(chunks), media_type="application/jsonl", headers=headers)
+        return StreamingResponse(
+            iterate_in_threadpool(chain([first], chunks)), media_type="application/jsonl", headers=headers
+        )
 
     async def _create(self, request: Request) -> Response:
         try:

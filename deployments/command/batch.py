@@ -106,7 +106,7 @@ def _ended(client: "openai.OpenAI", batch: "Batch") -> "Batch":
         while batch.status not in _ENDED:
             time.sleep(_LOOK_S)
             batch = client.batches.retrieve(batch.id)
-            bar.set_description(batch.status)
+            bar.set_description((batch.metadata or {}).get("sluice_trouble", batch.status))
             if (counts := batch.request_counts) is not None:
                 bar.total = counts.total
                 bar.update(counts.completed + counts.failed - bar.n)

@@ -167,6 +167,15 @@ async def test_a_file_is_deleted_unless_a_batch_reads_it(service: Service) -> No
         await client.files.delete(batch.input_file_id)
 
 
+async def test_content_that_is_lost_is_404_and_no_broken_answer(service: Service) -> None:
+    client = service.client()
+    file_id = await uploaded(client)
+    service.storage.remove(f"{owner_of('mine')}/files/{file_id}/content")
+    async with refused(404, "lost"):
+        await client.files.content(file_id)
+    assert (await client.files.content(await uploaded(client, b""))).content == b""
+
+
 async def test_an_upload_may_be_larger_than_other_bodies_and_has_its_own_bound(service: Service) -> None:
     client = service.client()
     content = b"x" * 90_000
