@@ -6,9 +6,10 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from deployments.batches.ledger import Entry, Ledger
 from deployments.batches.storage import Storage
@@ -32,6 +33,13 @@ class FileRecord(msgspec.Struct, frozen=True):
 
     def as_openai(self) -> dict[str, Any]:
         return {**msgspec.to_builtins(self), "object": "file", "status": "processed"}
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From when on, and after how long, a file goes; OpenAI has these bounds."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600)]
 
 
 class NotFoundError(SluiceError):

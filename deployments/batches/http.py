@@ -21,9 +21,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.batches.files import CursorError, FileRecord, Files, NotFoundError, owner_of
+from deployments.batches.files import CursorError, ExpiresAfter, FileRecord, Files, NotFoundError, owner_of
 from deployments.batches.ledger import FullError
-from deployments.batches.state import ENDED, Batches, BatchRequest, ExpiresAfter
+from deployments.batches.state import ENDED, Batches, BatchRequest
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.batches.uploads import Uploads
 from deployments.config.services import BatchesSection

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from deployments.batches.files import NotFoundError, check_id, ids_after, made_at_s, new_id
+from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, ids_after, made_at_s, new_id
 from deployments.batches.ledger import ENDED as ENDED_BATCH
 from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.lines import LineError
@@ -34,13 +34,6 @@ _OPEN = "open"
 RECORD_BYTES = 4096  # of a batch, in its smallest files
 # The line of an error of 190 bytes with its custom_id, for a line of at least 85 bytes with the same.
 _ERROR_BYTES_PER_INPUT_BYTE = 2.5
-
-
-class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From when on, and after how long, a file goes; OpenAI has these bounds."""
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Meta(ge=3600)]
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,7 +193,7 @@ class Log:
         if self._storage.exists(self._end):  # the log was gone already, and anyone could write to it
             self._storage.remove(path)
             raise _fenced()
-        self._next += 1
+        self._next, self._tried = self._next + 1, None
         return len(content)
 
     def end(self, progress: Progress) -> None:
