@@ -5,6 +5,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from http import HTTPStatus
@@ -150,8 +151,12 @@ class BatchApi:
 
     def _open_with(self, owner: str, file_id: str) -> list[str]:
         """Batches that have this file for input and have not ended."""
-        opened = (self._batches.get(*each) for each in self._batches.open_ids() if each[0] == owner)
-        return [record.id for record in opened if record.input_file_id == file_id]
+        users = []
+        for batch_id in (batch_id for of, batch_id in self._batches.open_ids() if of == owner):
+            with suppress(NotFoundError):  # it is not whole yet, or its creator was lost
+                if self._batches.get(owner, batch_id).input_file_id == file_id:
+                    users.append(batch_id)
+        return users
 
     async def _content(self, request: Request) -> Response:
         record = await self._file(request)
