@@ -75,6 +75,7 @@ class _Turn:
         size: bytes that it makes to encode, by what is known of it before.
         messages: the conversation up to its answer, as vLLM rendered it.
         generation: what vLLM calls its generator with, of one in the background.
+        tier: the `service_tier` under which it is served; None if it asked for none.
     """
 
     place: Place | None
@@ -83,6 +84,13 @@ class _Turn:
     previous: _Previous | None = None
     messages: list[Any] = field(default_factory=list)
     generation: "asyncio.Future[tuple[Any, ...]] | None" = None
+    tier: str | None = None
+
+    def note(self, response: Any, is_stored: bool) -> None:
+        """OpenAI's responses have `store`; vLLM's take it as a field that they do not know."""
+        response.store = is_stored
+        if self.tier is not None:  # vLLM's have the one that was asked for
+            response.service_tier = self.tier
 
 
 _turn: ContextVar[_Turn] = ContextVar("sluice_turn")
@@ -135,6 +143,8 @@ class StoredResponses(OpenAIServingResponses):
         turn = self._begun(request, raw_request)
         if raw_request is not None:
             turn.size = len(await raw_request.body())  # which has been read: FastAPI has made the request of it
+        if (context := current.get()) is not None:
+            turn.tier = context.service_tier
         _turn.set(turn)
         await self._check_store(turn, request)
         if request.previous_response_id is not None:
@@ -221,16 +231,16 @@ class StoredResponses(OpenAIServingResponses):
 
     async def _stored(self, turn: _Turn, response: ResponsesResponse) -> ResponsesResponse:
         """The response, which says whether it is stored. It is not withheld where that fails in the end."""
-        _note_store(response, False)
+        turn.note(response, False)
         if self._kept is None or turn.place is None:
             return response
         if (context := current.get()) is not None and context.is_over:
             return response  # cut off, whatever vLLM makes of that
-        _note_store(response, True)
+        turn.note(response, True)
         try:
             await self._kept.store.keep(turn.place, await self._encoded(turn, response), tries=turn.is_asked)
         except (NoRoomError, StateStoreError) as error:
-            _note_store(response, False)
+            turn.note(response, False)
             if turn.is_asked:
                 logger.warning("%s is not stored: %s", turn.place.shown, error)
         return response
@@ -241,9 +251,7 @@ class StoredResponses(OpenAIServingResponses):
                 if event.type == "response.completed":
                     await self._stored(turn, event.response)
                 elif event.type in ("response.created", "response.in_progress"):
-                    _note_store(
-                        event.response, turn.place is not None
-                    )  # what is meant to be; the last one says what is
+                    turn.note(event.response, turn.place is not None)  # what is meant; the last one says what is
                 yield event
 
     async def _encoded(self, turn: _Turn, response: ResponsesResponse) -> Encoded:
@@ -281,7 +289,7 @@ class StoredResponses(OpenAIServingResponses):
         context = current.get()
         assert context is not None, "the middleware sets it"
         detached = context.detached()
-        _note_store(queued, True)
+        turn.note(queued, True)
         make = partial(self._made, turn, request, await turn.generation)
         first = Encoded(await _by_size(turn.size, _response_json, queued))
         try:
@@ -298,7 +306,7 @@ class StoredResponses(OpenAIServingResponses):
         response = await self.responses_full_generator(request, *generation)
         if isinstance(response, ErrorResponse):  # so vLLM says that its task was cancelled
             raise asyncio.CancelledError
-        _note_store(response, True)
+        turn.note(response, True)
         return await self._encoded(turn, response)
 
 
@@ -319,11 +327,6 @@ async def _by_size(size: int, call: Callable[..., Any], *args: Any) -> Any:
 def _says(request: BaseModel, name: str) -> bool:
     """The client has set it: it is not there by default."""
     return name in request.model_fields_set
-
-
-def _note_store(response: Any, is_stored: bool) -> None:
-    """OpenAI's responses have this field; vLLM's take it as one that they do not know."""
-    response.store = is_stored
 
 
 def _response_json(response: BaseModel) -> bytes:

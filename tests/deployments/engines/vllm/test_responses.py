@@ -165,6 +165,12 @@ async def test_what_is_not_to_be_stored_is_not(routers: list[OneRouter]) -> None
     assert (await routers[0].store.usage()).responses == 0
 
 
+async def test_an_answer_names_the_tier_under_which_it_was_served(routers: list[OneRouter]) -> None:
+    client = routers[0].client()
+    answer = await client.responses.create(model=MODEL, input="a", service_tier="flex")
+    assert answer.service_tier == "default"  # no class is flex here
+
+
 async def test_nothing_that_is_shown_holds_the_id_that_opens_a_response(
     routers: list[OneRouter], routed: Routed, caplog: pytest.LogCaptureFixture
 ) -> None:
