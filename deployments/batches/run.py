@@ -70,7 +70,7 @@ class BatchRun:
             for number in segment.numbers:
                 self._mark(number)
         self.progress = replace(self.progress, completed=completed, failed=failed)
-        self._log_bytes = self._log.bytes()
+        self._log_bytes = self._log.size_bytes()
 
     def _begin(self) -> None:
         self._is_done = bytearray(self.progress.last // 8 + 1)

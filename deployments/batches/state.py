@@ -212,7 +212,7 @@ class Log:
         if not self._storage.create(path, content) and not (was_tried and self._storage.read(path) == content):
             raise _fenced()
 
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         return self._storage.size_of_folder(self._folder)
 
     def lines(self, *, errors: bool) -> Iterator[bytes]:
@@ -254,10 +254,10 @@ class Batches:
             input_bytes=input_bytes,
             **{name: getattr(asked, name) for name in BatchRequest.__struct_fields__},
         )
+        self._forget(owner)
         self._ledger.enter(owner, Entry(record.id, OPEN, bytes_to_write(record), 0))
         self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
         self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
-        self._forget(owner)
         return record
 
     def _forget(self, owner: str) -> None:

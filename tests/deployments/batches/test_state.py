@@ -83,7 +83,7 @@ def test_a_runner_that_was_late_for_the_end_writes_nothing_where_the_log_has_gon
     with pytest.raises(FencedError):
         late.end(Progress(status="expired"))
     assert batches.log(record).progress() == ended
-    assert batches.log(record).bytes() == 0
+    assert batches.log(record).size_bytes() == 0
 
 
 def test_a_batch_that_was_cancelled_says_when_and_once(batches: Batches) -> None:
