@@ -162,7 +162,7 @@ class BatchApi:
         record = await self._file(request)
         chunks = self._files.chunks(asking_owner(), record.id)
         try:
-            first = await self._in_thread(next, chunks, b"")  # while an error can still be the answer
+            first = await self._in_thread(lambda: next(chunks, b""))  # while an error can still be the answer
         except FileNotFoundError:
             raise NotFoundError(f"the content of {record.id} is lost") from None
         headers = {"Content-Length": str(record.bytes)}
