@@ -50,7 +50,8 @@ def attacks(context_tokens: int) -> dict[str, Attack]:
 
 def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
     """Hardly more than may be, or wrong in a way that costs no more here: all are refused."""
-    wrong, many = {"role": "user", "content": [{"type": "nobody"}]}, 20
+    parts, many = [{"type": "nobody"}], 20
+    wrong: dict[str, Any] = {"role": "user", "content": parts}
     return {
         "a bad word too long": Attack(CHAT, chat(bad_words=["a" * (FIELD_LIMITS["bad_words"].chars or 0) + "a"])),
         "one message too many": Attack(CHAT, chat(messages=USER * (FIELD_LIMITS["messages"].entries + 1))),
@@ -72,7 +73,7 @@ def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
         "an open parenthesis": Attack(CHAT, chat(structured_outputs={"regex": "(a"})),
         "wrong items": Attack(RESPONSES, {"input": [wrong] * many}),
         "a wrong item at the end of many": Attack(RESPONSES, {"input": [*USER * 1000, wrong]}),
-        "wrong parts of a message": Attack(RESPONSES, {"input": [{**wrong, "content": wrong["content"] * many}]}),
+        "wrong parts of a message": Attack(RESPONSES, {"input": [{**wrong, "content": parts * many}]}),
         "wrong tools": Attack(RESPONSES, {"input": "a", "tools": [{"type": "nobody"}] * many}),
         "a model with slashes": Attack(TEXT, text(model="/a" * 1000)),
         "options of another type": Attack(CHAT, chat(structured_outputs=[1])),
