@@ -12,6 +12,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractBufferedFile
 
 from policies.errors import ConfigError
 
@@ -98,9 +99,12 @@ class Storage:
             for chunk in chunks:  # whose own errors are not the folder's
                 with _as_os_error():
                     file.write(chunk)
-        finally:
+        except BaseException:
             with _as_os_error():
-                file.close()
+                _give_up(file)
+            raise
+        with _as_os_error():
+            file.close()
         with _as_os_error():
             return int(self._fs.size(target))
 
@@ -152,6 +156,15 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _give_up(file: Any) -> None:
+    """Leaves nothing of it: a file of an object store that is closed, or collected, writes what it has as the whole."""
+    if isinstance(file, AbstractBufferedFile):
+        try:
+            file.discard()
+        finally:
+            file.closed = True
 
 
 def _own(path: str, flags: int) -> int:

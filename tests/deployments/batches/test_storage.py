@@ -1,5 +1,6 @@
 """The folder of batches, on a disk and in a store of objects."""
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -111,6 +112,48 @@ def test_an_error_of_what_is_written_is_not_one_of_the_folder(storage: Storage) 
 
     with pytest.raises(KeyError, match="of the caller"):
         storage.write("a/b", breaks())
+
+
+class UploadingFile(AbstractBufferedFile):  # type: ignore[misc]
+    """Writes pieces that become an object at its end, as those of s3fs and gcsfs do."""
+
+    def _initiate_upload(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.pieces.append(self.buffer.getvalue())
+        if final:
+            MemoryFileSystem._open(self.fs, self.path, "wb").write(b"".join(self.pieces))
+        return True
+
+    def discard(self) -> None:
+        self.pieces = []
+
+
+class UploadingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    protocol = "uploading"
+    store: dict[str, Any] = {}
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        return UploadingFile(self, path, mode) if mode == "wb" else super()._open(path, mode, **options)
+
+
+fsspec.register_implementation("uploading", UploadingFileSystem, clobber=True)
+
+
+def test_half_of_an_object_is_never_there() -> None:
+    storage = Storage(f"uploading://{uuid4().hex}")
+
+    def breaks() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError("no input any more")
+
+    with pytest.raises(OSError, match="no input"):
+        storage.write("a/b", breaks())
+    gc.collect()
+    assert not storage.exists("a/b")
+    assert storage.write("a/b", [b"who", b"le"]) == 5
+    assert storage.read("a/b") == b"whole"
 
 
 def test_nobody_else_reads_what_is_written_on_a_disk(tmp_path: Path) -> None:
