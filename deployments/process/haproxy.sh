@@ -41,7 +41,10 @@ page 502 'Bad Gateway' BadGateway 'the router that had this request is gone' "$l
 page 503 'Service Unavailable' ServiceUnavailable "$none" "$later"
 page 504 'Gateway Timeout' GatewayTimeout 'the router that has this request does not answer' "$later"
 
-sed -i -E -e '/^ *errorfile /d' -e "s|^( *)option abortonclose\$|&\\n\\1option http-buffer-request\\n\\1timeout http-request\
+# As `option httplog` has it, but for ids of responses, which let in whoever knows one.
+line='%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs'
+asked='%HM %[capture.req.uri,regsub(^/v1/responses/.*,/v1/responses/ID)] %HV'
+sed -i -E -e "s|^( *)option httplog\$|\1log-format '$line \"$asked\"'|" -e '/^ *errorfile /d' -e "s|^( *)option abortonclose\$|&\\n\\1option http-buffer-request\\n\\1timeout http-request\
  ${SLUICE_BODY_TIMEOUT_MS:-30000}ms$pages|" -e 's/^frontend http_frontend$/&\
     http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\
     http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$file"

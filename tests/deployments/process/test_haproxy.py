@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -64,6 +65,9 @@ class Serve:
         )
         api = HAProxyApi(self._config, {"http-sluice": backend} if routers else {}, str(self.file))
         api._generate_config_file_internal()
+
+    def logs_to(self, port: int) -> None:
+        self._config.log_target = f"127.0.0.1:{port}"
 
     def answer(self) -> tuple[int, str | None]:
         """The status of a request, and its Retry-After."""
@@ -124,6 +128,21 @@ def test_a_router_that_breaks_off_before_it_answers_is_told_in_openais_form(serv
             client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
             _asked_for(listener, b"GET /v1/models").close()
             assert error_in(read_all(client)) == (502, "BadGateway", "5")
+
+
+def test_its_log_tells_requests_without_the_ids_of_responses(serve: Serve, router: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as syslog:
+        syslog.bind(("127.0.0.1", 0))
+        syslog.settimeout(30)
+        serve.logs_to(syslog.getsockname()[1])
+        serve.writes(router)
+        with serve.running():
+            for path in ("/v1/responses/resp_opens_it/cancel?a=b", "/v1/models?after=x"):
+                with urllib.request.urlopen(f"http://127.0.0.1:{serve.port}{path}", timeout=30):
+                    pass
+            told = iter(lambda: syslog.recv(8192).decode(), "")
+            asked = islice((line.split('"')[1] for line in told if '"GET' in line), 2)
+            assert list(asked) == ["GET /v1/responses/ID HTTP/1.1", "GET /v1/models?after=x HTTP/1.1"]
 
 
 def test_every_page_of_its_own_has_openais_form(serve: Serve, router: int) -> None:
