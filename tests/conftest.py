@@ -70,13 +70,15 @@ OUR_PACKAGES = ("policies", "predictor", "router", "deployments")
 @pytest.fixture(autouse=True)
 def _loggers_as_imported() -> Iterator[None]:
     """Each test hears our loggers, whatever was set up before it: replicas and routers set up those of their process,
-    also in a fixture that a whole module shares, and libraries that configure logging disable every logger there is."""
+    also in a fixture that a whole module shares; libraries that configure logging disable every logger there is, and
+    vLLM's routes raise the level of all."""
     hear_our_loggers()
     yield
     hear_our_loggers()
 
 
 def hear_our_loggers() -> None:
+    logging.root.setLevel(logging.WARNING)
     names = (name for name in logging.root.manager.loggerDict if name.split(".")[0] in OUR_PACKAGES)
     for logger in map(logging.getLogger, [*OUR_PACKAGES, *names]):
         logger.handlers, logger.propagate, logger.disabled = [], True, False

@@ -14,6 +14,7 @@ from deployments.process.logs import LogSettings, log_by
 def loggers_as_a_replica_leaves_them() -> Iterator[None]:
     log_by(LogSettings())
     logging.config.dictConfig({"version": 1})  # disables what exists, as a user's logging configuration may
+    logging.root.setLevel(logging.ERROR)  # as vLLM's routes do
     yield
 
 

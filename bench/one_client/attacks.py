@@ -45,7 +45,15 @@ def tools(number: int) -> list[dict[str, Any]]:
 
 def attacks(context_tokens: int) -> dict[str, Attack]:
     """By a name; those that follow the context are as large as it lets pass."""
-    return {**beyond_the_limits(context_tokens), **at_the_limits(context_tokens)}
+    return {**beyond_the_limits(context_tokens), **wrong_grammars(), **at_the_limits(context_tokens)}
+
+
+def wrong_grammars() -> dict[str, Attack]:
+    """They are refused once a compiler has looked at them."""
+    return {
+        "a schema of nothing that is there": Attack(CHAT, schema_of({"$ref": "#/definitions/x"})),
+        "an open parenthesis": Attack(CHAT, chat(structured_outputs={"regex": "(a"})),
+    }
 
 
 def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
@@ -69,8 +77,6 @@ def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
             "/generative_scoring", {"query": "a", "items": ["b"] * 257, "label_token_ids": [300, 301]}
         ),
         "a schema too long": Attack(CHAT, schema_of({"const": "a" * (FIELD_LIMITS["response_format"].chars or 0)})),
-        "a schema of nothing that is there": Attack(CHAT, schema_of({"$ref": "#/definitions/x"})),
-        "an open parenthesis": Attack(CHAT, chat(structured_outputs={"regex": "(a"})),
         "wrong items": Attack(RESPONSES, {"input": [wrong] * many}),
         "a wrong item at the end of many": Attack(RESPONSES, {"input": [*USER * 1000, wrong]}),
         "wrong parts of a message": Attack(RESPONSES, {"input": [{**wrong, "content": parts * many}]}),

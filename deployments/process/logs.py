@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pythonjsonlogger.core import RESERVED_ATTRS
@@ -120,6 +121,17 @@ def log_of_vllm() -> None:
     if not os.environ.get("VLLM_LOGGING_CONFIG_PATH") and "vllm" not in _loggers.names:
         _loggers.names.append("vllm")
         _loggers.take("vllm")
+
+
+@contextmanager
+def root_level_kept() -> Iterator[None]:
+    """Around what imports vLLM's routes: a package of theirs, model-hosting-container-standards (0.1.16), sets the root
+    logger to ERROR, so that no warning of any library is heard; vLLM (0.32) puts back the levels of handlers alone."""
+    level = logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.setLevel(level)
 
 
 def _formatter(kind: LogFormat) -> logging.Formatter:

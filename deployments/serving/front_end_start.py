@@ -23,7 +23,7 @@ from deployments.engines.vllm.grammars import Grammars
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import log_causes
 from deployments.process.heavy_imports import heavy_imports
-from deployments.process.logs import log_of_vllm
+from deployments.process.logs import log_of_vllm, root_level_kept
 from deployments.process.stages import note_stage
 from deployments.responses.background import BackgroundResponses
 from deployments.serving.front_end import Clients, FrontEnd, fills_idle, request_limits
@@ -308,7 +308,8 @@ async def _application(
     fetch_media_from_allowed_addresses(config.router.media_networks)
     args.enable_offline_docs = not args.disable_fastapi_docs
     tasks = await llm.get_supported_tasks()
-    app: FastAPI = build_app(args, tasks, llm.model_config)
+    with root_level_kept():
+        app: FastAPI = build_app(args, tasks, llm.model_config)
     refuse_soon(app)
     log_causes(app)
     kept = None if responses is None else KeptResponses(background=responses, max_bytes=limits.max_body_bytes)

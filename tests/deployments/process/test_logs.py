@@ -1,6 +1,7 @@
 """Log lines reach the process's standard error at once, whatever Ray Serve does with `sys.stderr`."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -149,3 +150,15 @@ def test_the_last_line_is_that_of_the_log_written_last(tmp_path: Path) -> None:
     err.write_text("other\n")
     os.utime(err, (1, 1))
     assert last_line([out, err]) == "two"
+
+
+def test_what_vllms_routes_import_leaves_the_warnings_of_other_libraries_heard() -> None:
+    asks = (
+        "import logging; from deployments.process.logs import root_level_kept\n"
+        "with root_level_kept():\n"
+        "    import model_hosting_container_standards.sagemaker\n"
+        "    within = logging.root.level\n"
+        "print(within, logging.root.level)"
+    )
+    done = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split()[-2:] == [str(logging.ERROR), str(logging.WARNING)], "the workaround is needed no more"
