@@ -1,6 +1,7 @@
 """How long an event loop stands still, and how much of that it waits for a core."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +26,14 @@ class CoreWait:
 
     def __init__(self) -> None:
         self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._seconds = 0.0
 
     def seconds(self) -> float:
-        """Since the thread began; any thread may ask."""
-        try:
+        """Since the thread began, as of the last look that succeeded; any thread may ask."""
+        with contextlib.suppress(OSError, ValueError):  # a kernel without it, or no file that may be opened now
             _, waited_ns, _ = self._file.read_text().split()
-        except (OSError, ValueError):  # a kernel without it
-            return 0.0
-        return int(waited_ns) / 1e9
+            self._seconds = int(waited_ns) / 1e9
+        return self._seconds
 
 
 async def look_for_core_wait(core_wait: CoreWait, observe: Callable[[float], object]) -> None:

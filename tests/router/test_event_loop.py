@@ -1,9 +1,11 @@
 """How long a thread waits for a core, as Linux counts it."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from router.event_loop import CoreWait
 from tests.waiting import PATIENCE_S
@@ -23,3 +25,18 @@ def test_the_system_says_for_how_long_a_thread_waits_for_a_core() -> None:
         assert core_wait.seconds() >= 0.05
     finally:
         os.sched_setaffinity(0, cores)
+
+
+def test_where_no_file_can_be_opened_it_has_waited_as_long_as_before(tmp_path: Path) -> None:
+    """A counter that fell would count no more, and then all that it had counted once again."""
+    core_wait = CoreWait()
+    core_wait._file = tmp_path / "schedstat"
+    core_wait._file.write_text("1 5000000000 1")
+    assert core_wait.seconds() == 5.0
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+    try:
+        seconds = core_wait.seconds()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert seconds == 5.0
