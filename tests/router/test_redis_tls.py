@@ -1,20 +1,12 @@
 """The shared state over TLS: a real Redis behind a terminator with certificates made here."""
 
 import asyncio
-import ipaddress
 import json
 import ssl
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from deployments.command import cli
 from deployments.http.keys import digest
@@ -23,111 +15,10 @@ from policies.errors import StateStoreAccessError, StateStoreError
 from policies.router.tickets import Assignment, Ticket
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import ReplicaInfo
+from tests.authority import Authority, shown_by_server
+from tests.gate import Gate
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-
-SIGNS_CERTIFICATES = x509.KeyUsage(
-    key_cert_sign=True,
-    crl_sign=True,
-    digital_signature=False,
-    content_commitment=False,
-    key_encipherment=False,
-    data_encipherment=False,
-    key_agreement=False,
-    encipher_only=False,
-    decipher_only=False,
-)
-
-
-@dataclass(frozen=True)
-class Authority:
-    """Signs certificates; `certificate` is the file that clients trust."""
-
-    key: ec.EllipticCurvePrivateKey
-    name: x509.Name
-    certificate: Path
-
-    @classmethod
-    def make(cls, folder: Path, common_name: str) -> "Authority":
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-        signed = (
-            _certificate(name, name, key, signer=key)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(SIGNS_CERTIFICATES, critical=True)
-        )
-        file = folder / f"{common_name}.crt"
-        file.write_bytes(signed.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-        return cls(key, name, file)
-
-    def issue(self, folder: Path, address: str) -> Path:
-        """A certificate for an IP address and its key, in one file."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, address)])
-        names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
-        signed = _certificate(subject, self.name, key, signer=self.key).add_extension(names, critical=False)
-        file = folder / f"{address}.pem"
-        file.write_bytes(
-            key.private_bytes(
-                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-            )
-            + signed.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-        )
-        return file
-
-
-def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, signer: ec.EllipticCurvePrivateKey
-) -> x509.CertificateBuilder:
-    """With the identifiers of both keys, without which Python 3.13 trusts none."""
-    now = datetime.now(UTC)
-    made = x509.CertificateBuilder(
-        subject_name=subject,
-        issuer_name=issuer,
-        public_key=key.public_key(),
-        serial_number=x509.random_serial_number(),
-        not_valid_before=now - timedelta(days=1),
-        not_valid_after=now + timedelta(days=1),
-    )
-    ours = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    theirs = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    return made.add_extension(ours, critical=False).add_extension(theirs, critical=False)
-
-
-class Terminator:
-    """Speaks TLS to clients and passes what they say to a Redis on this machine."""
-
-    def __init__(self, redis_url: str, certificate: Path) -> None:
-        self._redis = urlsplit(redis_url)
-        self._tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._tls.load_cert_chain(certificate)
-        self._pumps: set[asyncio.Task[None]] = set()
-
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
-        return f"rediss://:{self._redis.password}@127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        upstream, to_redis = await asyncio.open_connection(self._redis.hostname, self._redis.port)
-        for source, sink in ((reader, to_redis), (upstream, writer)):
-            pump = asyncio.create_task(_pump(source, sink))
-            self._pumps.add(pump)
-            pump.add_done_callback(self._pumps.discard)
-
-    async def close(self) -> None:
-        self._server.close()
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
-
-
-async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-    try:
-        while data := await source.read(1 << 16):
-            sink.write(data)
-            await sink.drain()
-    finally:
-        sink.close()
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +28,10 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 async def tls_url(redis_url: str, authority: Authority, tmp_path: Path) -> AsyncIterator[str]:
-    terminator = Terminator(redis_url, authority.issue(tmp_path, "127.0.0.1"))
-    yield await terminator.start()
-    await terminator.close()
+    gate = Gate(redis_url, shown_by_server(authority.issue(tmp_path, "127.0.0.1")))
+    await gate.open()
+    yield gate.url
+    gate.shut()
 
 
 async def test_tickets_and_notices_travel_over_tls(tls_url: str, authority: Authority, namespace: str) -> None:
@@ -171,12 +63,34 @@ async def test_a_redis_over_tls_that_is_not_there_may_come_yet(authority: Author
 async def test_a_certificate_for_another_host_is_refused(
     redis_url: str, authority: Authority, namespace: str, tmp_path: Path
 ) -> None:
-    terminator = Terminator(redis_url, authority.issue(tmp_path, "127.0.0.2"))
-    store = RedisStateStore(connect(await terminator.start(), str(authority.certificate)), namespace)
+    gate = Gate(redis_url, shown_by_server(authority.issue(tmp_path, "127.0.0.2")))
+    await gate.open()
+    store = RedisStateStore(connect(gate.url, str(authority.certificate)), namespace)
     with pytest.raises(StateStoreAccessError, match="IP address mismatch.*the host in redis_url"):
         await store.time_s()
     await store.close()
-    await terminator.close()
+    gate.shut()
+
+
+async def test_a_redis_that_asks_for_a_certificate_gets_the_one_that_the_url_names(
+    redis_url: str, authority: Authority, namespace: str, tmp_path: Path
+) -> None:
+    ours = authority.issue(tmp_path, "127.0.0.1")
+    tls = shown_by_server(ours)
+    tls.load_verify_locations(authority.certificate)
+    tls.verify_mode = ssl.CERT_REQUIRED
+    gate = Gate(redis_url, tls)
+    await gate.open()
+    named, without = (
+        RedisStateStore(connect(gate.url + query, str(authority.certificate)), namespace)
+        for query in (f"?ssl_certfile={ours}&ssl_keyfile={ours}", "")
+    )
+    assert await named.time_s() > 0
+    with pytest.raises(StateStoreError):
+        await without.time_s()
+    await named.close()
+    await without.close()
+    gate.shut()
 
 
 async def test_the_command_for_keys_trusts_the_authority_that_it_is_told(
