@@ -83,7 +83,7 @@ def not_a_url(setting: str) -> ConfigError:
     )
 
 
-def _why_refused(error: BaseException) -> str | None:
+def why_refused(error: BaseException) -> str | None:
     """Why no waiting helps, without user and password; None where it may.
 
     Redis that loads, is busy, follows another one or cannot be reached says something else.
@@ -115,7 +115,7 @@ async def check_access(url: str, ca_certs: str | None = None) -> None:
         async with asyncio.timeout(CALL_TIMEOUT_S):
             await client.ping()
     except AWAY as error:
-        if why := _why_refused(error):
+        if why := why_refused(error):
             raise StateStoreAccessError(why) from None
     finally:
         await client.aclose()
@@ -195,7 +195,7 @@ async def guarded(client: "redis.Redis", call: Callable[[], Awaitable[Any]], tim
         # Up to Redis 6.2 the code stands in the words, where a script met it; later ones give it as their own.
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
             await _look_for_the_primary(client)
-        if why := _why_refused(error):
+        if why := why_refused(error):
             raise StateStoreAccessError(why) from None  # its words may name the user
         raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
 

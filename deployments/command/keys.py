@@ -11,8 +11,8 @@ import redis
 
 from deployments.http.keys import KeyEntry, digest, new_key, parse_entries, redis_hash, stored_entries
 from deployments.process.environment import REDIS_URL_ENV
-from policies.errors import ConfigError, StateStoreError
-from router.redis_store import CALL_TIMEOUT_S, not_a_url, tls_options
+from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
+from router.redis_store import CALL_TIMEOUT_S, not_a_url, tls_options, why_refused
 
 _EPILOG = """\
 examples:
@@ -68,6 +68,8 @@ def _redis(ca_certs: str | None) -> Iterator["redis.Redis"]:
         with client:
             yield client
     except redis.RedisError as error:
+        if why := why_refused(error):
+            raise StateStoreAccessError(why) from None
         raise StateStoreError(f"Redis: {error}") from error
 
 

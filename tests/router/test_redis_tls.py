@@ -106,7 +106,7 @@ async def test_the_command_for_keys_trusts_the_authority_that_it_is_told(
     key = capsys.readouterr().out.strip()
     await asyncio.to_thread(cli.main, ["keys", "list", *trusting])
     assert json.loads(capsys.readouterr().out) == {"name": "a", "sha256": digest(key)}
-    with pytest.raises(SystemExit, match="CERTIFICATE_VERIFY_FAILED"):
+    with pytest.raises(SystemExit, match="CERTIFICATE_VERIFY_FAILED.*check redis_ca_certs"):
         await asyncio.to_thread(cli.main, ["keys", "list", "--application", namespace])
     await asyncio.to_thread(cli.main, ["keys", "remove", "a", *trusting])
     monkeypatch.setenv("SLUICE_REDIS_URL", "redis://127.0.0.1:1/0")
