@@ -18,12 +18,17 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.http.bodies import ClientLeftError
 from deployments.http.errors import error_response, status_of
 from policies.errors import AdmissionError, SluiceError
 from router.timing import HttpContext
 
 logger = logging.getLogger(__name__)
 
+# In which a client takes nothing of its answer, once the system and HAProxy hold some megabytes for it: it has stopped
+# reading, or reads a few bytes a second. A place among the router's requests is kept for it, a download its open file.
+MOST_UNREAD_S = 600.0
+LOOK_EVERY_S = 30.0
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
@@ -71,6 +76,7 @@ class Exchange:
         self._start: Message | None = None
         self._held: list[Message] = []
         self._is_over = False
+        self._sending_since_s: float | None = None
         self._status = 0
         self._error: str | None = None
         self.context = context
@@ -87,11 +93,16 @@ class Exchange:
         limit is over. vLLM runs its handlers in tasks of their own, which end by the message and which a cancellation
         would not reach: so we send the message too, and end what engines do for the request ourselves. Only an
         application that does not listen for LEAVE_S is cancelled.
+
+        Raises:
+            ClientLeftError: the client has taken nothing for MOST_UNREAD_S.
         """
         incoming = _Incoming(receive)
         serving = asyncio.ensure_future(app(scope, incoming.receive, self.send))
         try:
-            await asyncio.shield(serving)
+            while not (await asyncio.wait([serving], timeout=LOOK_EVERY_S))[0]:
+                self._check_reader()
+            await serving
         finally:
             incoming.end()
             self._is_over = True
@@ -101,6 +112,13 @@ class Exchange:
                     await asyncio.wait([serving], timeout=LEAVE_S)
             finally:
                 serving.cancel()
+
+    def _check_reader(self) -> None:
+        """Raises ClientLeftError."""
+        since_s = self._sending_since_s
+        if since_s is not None and time.monotonic() - since_s > MOST_UNREAD_S:
+            self._error = f"the client read nothing for {MOST_UNREAD_S:g} s"
+            raise ClientLeftError(self._error)
 
     async def send(self, message: Message) -> None:
         if self._is_over:
@@ -119,7 +137,9 @@ class Exchange:
                 return
             await self._begin(self._start)
             self._error = _error_in(self._status, message)
+        self._sending_since_s = time.monotonic()
         await self._send(message)
+        self._sending_since_s = None
 
     def _with_tier(self, message: Message, tier: bytes) -> Message:
         """Every chunk of a stream, and a whole answer, in which vLLM leaves the field empty. What a model says cannot

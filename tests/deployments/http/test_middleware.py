@@ -25,6 +25,7 @@ from policies.router.promise import Promise
 from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import asking, behind_middleware, key_ring, request_bodies
+from tests.waiting import PATIENCE_S
 
 LIMIT = 1000
 CLASSES = ("standard", "offline", "fast")
@@ -684,3 +685,29 @@ async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
     await asyncio.gather(serving, return_exceptions=True)
     (line,) = logged(log)
     assert line["status"] == 499
+
+
+async def test_a_client_that_reads_nothing_more_is_given_up_and_a_slow_one_is_not(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MOST_UNREAD_S", 0.5)
+    monkeypatch.setattr(exchange, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(exchange, "LEAVE_S", 0.05)
+    taken, has_ended = list[Message](), asyncio.Event()
+
+    async def talks(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"a word", "more_body": True})
+        finally:
+            has_ended.set()
+
+    async def reads(message: Message) -> None:
+        taken.append(message)
+        await asyncio.sleep(0.1 if len(taken) < 10 else 3600)
+
+    await asyncio.wait_for(wrapped(talks)(dict(SCOPE), nothing_more, reads), PATIENCE_S)  # type: ignore[arg-type]
+    await asyncio.wait_for(has_ended.wait(), PATIENCE_S)
+    (line,) = logged(log)
+    assert (len(taken), line["status"], line["error"]) == (10, 200, "the client read nothing for 0.5 s")
