@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.application import START_TIMEOUT_S, Sluice, alive, chat
 from tests.integration.conftest import MAX_TOKENS, under_load
+from tests.integration.traffic import undisturbed
 from tests.waiting import wait_until
 
 
@@ -196,6 +197,19 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
         asyncio.run(cancel_24())
         wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free again")
     assert in_time() == 2, took_s
+
+
+def test_clients_that_stop_reading_hold_no_slot_and_disturb_nobody(sluice: Sluice) -> None:
+    body = {"model": "sluice-demo", "prompt": "A story:", "max_tokens": 200, "ignore_eos": True}
+    body |= {"stream": True, "logprobs": 20}
+    clients = [http.client.HTTPConnection("127.0.0.1", sluice.port, timeout=60) for _ in range(24)]
+    with undisturbed(sluice) as traffic:
+        for client in clients:
+            client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        traffic.wait_for_whole_streams(12)
+    wait_until(lambda: all_slots_are_free(sluice), 120, "all slots are free, before anybody leaves")
+    for client in clients:
+        client.close()
 
 
 def test_a_killed_replica_costs_no_request_and_changes_no_answer(
