@@ -1,10 +1,12 @@
 """How long an event loop stands still, and how much of that it waits for a core."""
 
 import asyncio
-import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
 CORE_WAIT_LOOK_S = 1.0  # no more often: each look reads a file
@@ -22,22 +24,32 @@ class CoreWait:
     """For how many seconds the thread that makes it has been ready to run, with every core taken; as Linux counts it.
 
     0 where it does not (/proc/PID/task/TID/schedstat: microseconds to read).
+
+    Attributes:
+        can_look: the last look succeeded.
     """
 
     def __init__(self) -> None:
         self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._seconds = 0.0
+        self._seconds, self.can_look = 0.0, True
 
     def seconds(self) -> float:
         """Since the thread began, as of the last look that succeeded; any thread may ask."""
-        with contextlib.suppress(OSError, ValueError):  # a kernel without it, or no file that may be opened now
+        try:
             _, waited_ns, _ = self._file.read_text().split()
-            self._seconds = int(waited_ns) / 1e9
+            self._seconds, self.can_look = int(waited_ns) / 1e9, True
+        except (OSError, ValueError):  # a kernel without it, or a process that can open no file
+            self.can_look = False
         return self._seconds
 
 
 async def look_for_core_wait(core_wait: CoreWait, observe: Callable[[float], object]) -> None:
-    """One look: for how many seconds out of CORE_WAIT_LOOK_S its thread has waited for a core."""
-    before_s = core_wait.seconds()
+    """One look: for how many seconds out of CORE_WAIT_LOOK_S its thread has waited for a core.
+
+    It opens a file, so it tells where this process can open none: libuv then ends new connections without a word.
+    """
+    before_s, could_look = core_wait.seconds(), core_wait.can_look
     await asyncio.sleep(CORE_WAIT_LOOK_S)
     observe(core_wait.seconds() - before_s)
+    if could_look and not core_wait.can_look:
+        logger.error("no file can be opened: until some are closed, new connections are ended unread (see ulimit -n)")

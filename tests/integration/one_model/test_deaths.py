@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,31 @@ def check_redis_that_stands_still(sluice: Sluice, until: Callable[[Traffic], Non
             server.resume()
         traffic.wait_for_whole_streams(12)
     assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
+
+
+def test_a_router_that_can_open_no_file_says_so_and_loses_nothing_for_good(sluice: Sluice) -> None:
+    router, _ = sluice.routers()
+    (log,) = sluice.logs.glob(f"worker-*-{router.pid}.err")
+    most = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+    used = {int(file.name) for file in Path(f"/proc/{router.pid}/fd").iterdir()}
+    none_free = min(set(range(len(used) + 1)) - used)
+    with Traffic(sluice) as traffic:
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (none_free, most[1]))
+        try:
+            wait_until(lambda: "no file can be opened" in log.read_text(), START_TIMEOUT_S, "it says so")
+            traffic.wait_for_whole_streams(12)
+            traffic.wait_for_a_new_answer()
+        finally:
+            resource.prlimit(router.pid, resource.RLIMIT_NOFILE, most)
+        assert router.is_running()
+        served = requests_in(log)
+        wait_until(lambda: requests_in(log) > served + 12, START_TIMEOUT_S, "it serves again")
+    assert {stream.why_not for stream in traffic.streams} <= {None, "502: []"}  # of new ones
+    assert traffic.answers <= {200, 502}
+
+
+def requests_in(log: Path) -> int:
+    return sum('"message": "request"' in line for line in log.read_text().splitlines())
 
 
 def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(sluice: Sluice) -> None:
