@@ -148,6 +148,11 @@ class BackgroundResponses:
             for lease in await self.store.beat({lease: making.status for lease, making in begun.items()}):
                 begun[lease].stop()
 
+    async def drain(self, timeout_s: float) -> None:
+        """Return when all of them have ended, or after this time."""
+        if tasks := [making.task for making in self._making if making.task is not None]:
+            await asyncio.wait(tasks, timeout=timeout_s)
+
     async def close(self) -> None:
         """End all of them as failed, with the reason."""
         left = list(self._making)

@@ -107,6 +107,7 @@ async def opened_service(
         ]
         if responses is not None:
             resources.push_async_callback(responses.close)
+            resources.push_async_callback(responses.drain, config.engine.drain_timeout_s)
             responses.keep_alive()
         background = _counted_tasks(metrics[0])
         resources.push_async_callback(background.close)

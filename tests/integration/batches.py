@@ -30,6 +30,12 @@ def submitted(client: openai.OpenAI, file: Path) -> Batch:
     return client.batches.create(input_file_id=uploaded.id, endpoint=CHAT, completion_window="24h")
 
 
+def completed(client: openai.OpenAI, batch: Batch) -> int:
+    """Requests that are answered, as it tells."""
+    counts = client.batches.retrieve(batch.id).request_counts
+    return counts.completed if counts else 0
+
+
 def ended(client: openai.OpenAI, batch: Batch, timeout_s: float) -> Batch:
     def look() -> Batch | None:
         found = client.batches.retrieve(batch.id)

@@ -1,4 +1,5 @@
-"""The embedded Redis of an application on a Ray that runs already: it lives as long as the application does."""
+"""What outlives a redeploy on a Ray that runs already: batches, responses in the background, the embedded Redis, which
+lives as long as the application does."""
 
 import copy
 import hashlib
@@ -11,12 +12,14 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 import yaml
 
 from deployments.serving.embedded_redis import PREFIX
 from deployments.serving.redis_server import LOOKS, WATCH_S
+from tests.integration import batches
 from tests.integration.application import START_TIMEOUT_S, alive, command_of
 from tests.integration.ray_head import LOCAL, RayHead
 from tests.waiting import wait_until
@@ -26,6 +29,8 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 MOST_SECONDS_WITHOUT_STATUS = 2.0
 ACTORS = "/api/v0/actors?detail=true&limit=1000"
 ASKING = ("one", "two")  # applications that do nothing but ask where their Redis is
+LINES = 1500
+LEAVES_S = 5.0  # in which a router that is told to leave would have left
 
 
 class StatusPage:
@@ -81,8 +86,13 @@ def settings(*asking: str, **args: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def head(ray_on_loopback: RayHead, tmp_path_factory: pytest.TempPathFactory) -> RayHead:
-    ray_on_loopback.deploy(settings(*ASKING), tmp_path_factory.mktemp("deployed"))
+def with_batches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {"batches": {"folder": str(tmp_path_factory.mktemp("batches"))}}
+
+
+@pytest.fixture(scope="module")
+def head(ray_on_loopback: RayHead, with_batches: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RayHead:
+    ray_on_loopback.deploy(settings(*ASKING, **with_batches), tmp_path_factory.mktemp("deployed"))
     for name in ("sluice", *ASKING):
         wait_until(lambda name=name: ray_on_loopback.serving(name), START_TIMEOUT_S, f"all replicas of {name} run")
     return ray_on_loopback
@@ -117,13 +127,47 @@ def address_of(head: RayHead, application: str) -> str:
 def redeployed(head: RayHead, folder: Path, name: str, made: dict[str, Any]) -> None:
     """Returns once other replicas run, and no old one."""
     before = head.serving(name)
+    head.deploy(made, folder)
+    wait_for_others(head, name, before)
 
+
+def wait_for_others(head: RayHead, name: str, before: dict[str, int]) -> None:
     def replaced() -> bool:
         now = head.serving(name)
         return bool(now) and not before.keys() & now.keys()
 
-    head.deploy(made, folder)
     wait_until(replaced, START_TIMEOUT_S, f"all replicas of {name} have been replaced")
+
+
+def is_leaving(head: RayHead, deployment: str) -> bool:
+    """Whether one of its replicas is. While an application is built, Ray lists no deployments."""
+    found = head.applications()["sluice"]["deployments"].get(deployment, {"replicas": []})
+    return any(replica["state"] == "STOPPING" for replica in found["replicas"])
+
+
+def test_a_redeploy_loses_no_line_of_a_batch_and_no_response_in_the_background(
+    head: RayHead, with_batches: dict[str, Any], tmp_path: Path
+) -> None:
+    before = head.serving("sluice")
+    (core,) = processes("VLLM::EngineCore")
+    with openai.OpenAI(base_url=f"{head.url}/v1", api_key="none", timeout=180) as client:
+        batch = batches.submitted(client, batches.write(tmp_path / "in.jsonl", LINES))
+        wait_until(lambda: batches.completed(client, batch), START_TIMEOUT_S, "some lines are answered")
+        core.suspend()  # so that nothing ends before its router is told to leave
+        try:
+            begun = client.responses.create(
+                model=batches.MODEL, input="Rivers?", background=True, max_output_tokens=100
+            )
+            head.deploy(settings(*ASKING, **with_batches, default_class="offline"), tmp_path)
+            wait_until(lambda: is_leaving(head, "Router"), START_TIMEOUT_S, "the old router is told to leave")
+            time.sleep(LEAVES_S)
+        finally:
+            core.resume()
+        wait_for_others(head, "sluice", before)
+        assert client.responses.retrieve(begun.id).output_text
+        ended = batches.ended(client, batch, START_TIMEOUT_S)
+        assert ended.status == "completed"
+        assert batches.ids(client, ended) == {str(number): 1 for number in range(LINES)}
 
 
 def test_a_redeploy_keeps_the_redis_and_the_status_page(head: RayHead, tmp_path: Path) -> None:

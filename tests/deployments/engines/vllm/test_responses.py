@@ -283,6 +283,19 @@ async def test_a_router_that_is_stopped_ends_what_it_makes(routers: list[OneRout
     assert not routed.running
 
 
+async def test_a_router_that_is_told_to_leave_lets_end_what_it_makes(routers: list[OneRouter], routed: Routed) -> None:
+    routed.stalls = True
+    one, other = (router.client() for router in routers)
+    begun = await one.responses.create(model=MODEL, input="a", background=True)
+    draining = asyncio.create_task(routers[0].background.drain(3600))
+    assert (await other.responses.retrieve(begun.id)).status in ("queued", "in_progress")
+    assert not draining.done()
+    await other.responses.cancel(begun.id)
+    async with asyncio.timeout(60):
+        await draining
+    assert not routed.running
+
+
 async def test_one_in_the_background_that_may_not_queue_is_refused_and_not_stored(
     routers: list[OneRouter], routed: Routed
 ) -> None:
