@@ -22,6 +22,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from tests.http_server import Asked, answering
 
 STOP_S = 5.0
+HANGS_S = 120.0  # at most
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,20 @@ class Receiver:
         self.target = ""
         self._spans: list[Received] = []
         self._lock = threading.Lock()
+        self._answers = threading.Event()
+        self._answers.set()
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """It accepts, and answers nobody, for the time of the block."""
+        self._answers.clear()
+        try:
+            yield
+        finally:
+            self._answers.set()
 
     def take(self, request: ExportTraceServiceRequest) -> None:
+        self._answers.wait(HANGS_S)
         found = [
             _received(span, _values(of_resource.resource.attributes))
             for of_resource in request.resource_spans
