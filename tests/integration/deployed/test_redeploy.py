@@ -31,6 +31,8 @@ ACTORS = "/api/v0/actors?detail=true&limit=1000"
 ASKING = ("one", "two")  # applications that do nothing but ask where their Redis is
 LINES = 1500
 LEAVES_S = 5.0  # in which a router that is told to leave would have left
+# More than are made until Ray Serve sees that its router has no more requests.
+LONG: dict[str, Any] = {"max_output_tokens": 1000, "extra_body": {"ignore_eos": True}}
 
 
 class StatusPage:
@@ -77,7 +79,7 @@ def settings(*asking: str, **args: Any) -> dict[str, Any]:
     """The shipped configuration with other `args` on top, and these applications that ask."""
     made = yaml.safe_load(LOCAL.read_text())
     (shipped,) = made["applications"]
-    shipped["args"]["engine"]["replicas"] = 1
+    shipped["args"]["engine"] |= {"replicas": 1, "drain_timeout_s": START_TIMEOUT_S}
     shipped["args"] |= args
     for name in asking:
         asks = {"name": name, "route_prefix": f"/{name}", "import_path": "tests.integration.asks_for_redis:build"}
@@ -155,16 +157,15 @@ def test_a_redeploy_loses_no_line_of_a_batch_and_no_response_in_the_background(
         wait_until(lambda: batches.completed(client, batch), START_TIMEOUT_S, "some lines are answered")
         core.suspend()  # so that nothing ends before its router is told to leave
         try:
-            begun = client.responses.create(
-                model=batches.MODEL, input="Rivers?", background=True, max_output_tokens=100
-            )
+            begun = client.responses.create(model=batches.MODEL, input="Rivers?", background=True, **LONG)
             head.deploy(settings(*ASKING, **with_batches, default_class="offline"), tmp_path)
             wait_until(lambda: is_leaving(head, "Router"), START_TIMEOUT_S, "the old router is told to leave")
             time.sleep(LEAVES_S)
         finally:
             core.resume()
         wait_for_others(head, "sluice", before)
-        assert client.responses.retrieve(begun.id).output_text
+        response = client.responses.retrieve(begun.id)
+        assert response.usage is not None and response.usage.output_tokens == LONG["max_output_tokens"], response
         ended = batches.ended(client, batch, START_TIMEOUT_S)
         assert ended.status == "completed"
         assert batches.ids(client, ended) == {str(number): 1 for number in range(LINES)}
