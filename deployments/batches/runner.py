@@ -40,6 +40,7 @@ LOOK_S = 30.0  # how often it looks for batches that it was not told of
 LOAD_S = 1.0  # how often it looks at the engines' load
 PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again; each is twice the one before
+LAST_WRITE_S = 5.0  # for what is not written yet when the runner ends
 MOST_SHOWN = 100  # open batches of one owner, in the status
 # Statuses that may become right by waiting, and how often a request is sent again for one: each failure may have cost
 # several engine replicas, and a 500 mostly comes of the request.
@@ -75,7 +76,7 @@ class OpenBatches(msgspec.Struct, frozen=True):
 
 
 class Runner:
-    """Build it, then `start`; `close` leaves every batch as its files tell."""
+    """Build it, then `start`; `close` writes what was answered since the last segments, for LAST_WRITE_S at most."""
 
     def __init__(
         self, section: BatchesSection, storage: Storage, routers: Routers, tracing: "Tracing | None" = None
@@ -134,6 +135,10 @@ class Runner:
         except FencedError as error:
             logger.warning("%s: %s", record.id, error)
             await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError:
+            if (run := self._runs[record.id]) is not None:
+                await _written_last(run)
+            raise
         except Exception:
             await asyncio.sleep(PATIENCE_S)
             raise
@@ -281,6 +286,15 @@ class Runner:
 
     async def _sweep(self) -> None:
         await asyncio.to_thread(self._sweep_all)
+
+
+async def _written_last(run: BatchRun) -> None:
+    """What is not written within LAST_WRITE_S is computed again."""
+    try:
+        async with asyncio.timeout(LAST_WRITE_S):
+            await run.flush()
+    except (FencedError, TimeoutError) as error:
+        logger.warning("%s: the last segment could not be written: %r", run.record.id, error)
 
 
 def _error_type(status: int | None) -> str | None:

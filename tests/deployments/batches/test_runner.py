@@ -287,6 +287,18 @@ async def test_prompts_that_begin_alike_go_together(folder: Folder) -> None:
     assert list(routers.asked) == sorted(mixed)
 
 
+async def test_a_runner_that_is_told_to_end_writes_what_was_answered(folder: Folder) -> None:
+    record, routers = folder.batch(lines(IDS)), Routers(pause_s=0.01, load=Load(slots=8))
+    async with running(folder, routers, SECTION.model_copy(update={"segment_s": 600.0})) as first:
+        await until(lambda: (mine := first.open_batches("me").oldest) and mine[0]["completed"] >= 20)
+        answered = first.open_batches("me").oldest[0]["completed"]
+    assert folder.shown(record)["request_counts"]["completed"] >= answered
+    async with running(folder, routers):
+        await folder.ends(record)
+    assert ids(folder.output(record)) == IDS
+    assert sum(routers.asked.values()) <= len(IDS) + 8  # of those in flight
+
+
 async def test_the_end_is_foreseen(folder: Folder) -> None:
     record = folder.batch(lines(IDS))
     async with running(folder, Routers(pause_s=0.05, load=Load(slots=4, waiting_idle=1))):
