@@ -10,6 +10,7 @@ step_s), to which `StepTimeModel` is fitted, or a JSON file with the coefficient
 after vLLM's default share of memory; what activations and CUDA graphs take is not subtracted.
 """
 
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
@@ -149,7 +150,7 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
         if rows and rows[0][1].keys() >= set(COLUMNS):
             return calibrated(path), None
         return fitted([_step(row, f"{path}, line {line}") for line, row in rows]), None
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         said = error if isinstance(error, InputError) else repr(error)
         raise InputError(f"cannot read the calibration {path}: {said}") from error
 

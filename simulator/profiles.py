@@ -1,6 +1,7 @@
 """Step-time profiles as files; their columns are `policies.profile`'s."""
 
 import gzip
+import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO
@@ -36,6 +37,6 @@ def calibrated(profile: Path) -> StepTimes:
     """
     try:
         rows = read_profile(profile)
-    except OSError as error:
-        raise ConfigError(f"cannot read profile: {error}") from error
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise ConfigError(f"cannot read profile {profile}: {error}") from error
     return only_engine(rows, str(profile))

@@ -6,6 +6,7 @@ Times are seconds on one clock.
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def read_run(path: Path) -> Record:
         record = _bench(json_value(path.read_text(), texts=False)) if is_bench else columns(path, COLUMNS)
     except InputError:  # a ValueError too
         raise
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise InputError(f"cannot read the run {path}: {error!r}; it needs {_needs(path)}") from error
     answered = record["output_tokens"] >= 1
     if not answered.any():

@@ -17,5 +17,5 @@ def calibrated(profile: Path) -> StepTimes:
     try:
         with profile.open(newline="") as lines:
             return only_engine(parse_profile(lines, str(profile)), str(profile))
-    except OSError as error:
-        raise ConfigError(f"cannot read profile: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read profile {profile}: {error}") from error

@@ -1,5 +1,6 @@
 """Step times from kernel tables, and engines by name."""
 
+import gzip
 import json
 from itertools import product
 from pathlib import Path
@@ -94,6 +95,13 @@ def test_a_calibration_of_steps_is_fitted_and_one_of_coefficients_taken_as_it_is
     times, cache_tokens = read_calibration(given)
     assert times.decode.step_s(decode_requests=10) == pytest.approx(0.021)
     assert cache_tokens == 4096
+
+
+def test_a_compressed_calibration_that_was_cut_off_is_refused_by_name(tmp_path: Path) -> None:
+    text = "prefill_tokens,decode_requests,kv_tokens,step_s\n" + "0,1,9,0.1\n" * 1000
+    (tmp_path / "steps.csv.gz").write_bytes(gzip.compress(text.encode())[:-12])
+    with pytest.raises(InputError, match="steps.csv.gz"):
+        read_calibration(tmp_path / "steps.csv.gz")
 
 
 def test_a_calibration_that_is_none_is_refused_by_name(tmp_path: Path) -> None:

@@ -112,6 +112,10 @@ def test_a_file_that_is_no_run_is_refused_with_what_it_lacks(tmp_path: Path) -> 
             read_run(path)
     with pytest.raises(InputError, match="absent"):
         read_run(tmp_path / "absent.csv")
+    whole = gzip.compress(b"queued_s,prompt_tokens\n" + b"0,1\n" * 1000)
+    (tmp_path / "cut.csv.gz").write_bytes(whole[:-12])
+    with pytest.raises(InputError, match="cut.csv.gz"):
+        read_run(tmp_path / "cut.csv.gz")
 
 
 def test_a_run_needs_an_engine_that_could_have_served_it(tmp_path: Path, engine: str) -> None:

@@ -1,3 +1,4 @@
+import gzip
 import re
 import subprocess
 import sys
@@ -75,6 +76,14 @@ def test_the_profile_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_profile_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read profile"):
         SchedulerSettings(profile=tmp_path / "none.csv").known_step_times()
+
+
+def test_a_profile_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "compressed.csv"
+    path.write_bytes(gzip.compress(b"source"))
+    for read in (SchedulerSettings(profile=path).known_step_times, lambda: calibrated(path)):
+        with pytest.raises(ConfigError, match="cannot read profile .*compressed.csv"):
+            read()
 
 
 def test_the_words_say_whether_exclusive_batching_can_pay() -> None:
