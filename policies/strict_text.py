@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from policies.errors import InputError
 
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
+_OTHERS = re.compile(r"[;\t|]")  # what separates columns elsewhere
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -19,8 +21,8 @@ def csv_rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, dict[str, s
         name: what errors call the file.
 
     Raises:
-        InputError: two columns have one name, a row has more or fewer fields than there are columns, or a field ends
-            nowhere; it names the line.
+        InputError: the first line holds no names, or not between commas, two columns have one name, a row has more or
+            fewer fields than there are columns, or a field ends nowhere; it names the line.
     """
     reader = csv.reader(lines, strict=True)
     columns: Sequence[str] | None = None
@@ -43,6 +45,10 @@ def csv_rows(lines: Iterable[str], name: str) -> Iterator[tuple[int, dict[str, s
 def _columns(fields: Sequence[str], place: str) -> list[str]:
     """Columns without a name may be several: nobody asks for them."""
     columns = [field.removeprefix("\ufeff").strip() for field in fields]
+    if len(columns) == 1 and _OTHERS.search(columns[0]):
+        raise InputError(f"{place}: commas separate columns, and this line has {columns[0]!r}")
+    if _NUMBER.fullmatch(columns[0]):
+        raise InputError(f"{place}: the names of the columns must stand there, and the first is {columns[0]!r}")
     if twice := [column for column, count in Counter(columns).items() if count > 1 and column]:
         raise InputError(f"{place}: there is more than one column {twice[0]!r}")
     return columns
@@ -69,6 +75,15 @@ def json_value(text: str, *, texts: bool = True) -> Any:
             half = error.object[error.start]
             raise ValueError(f"a text holds half of a surrogate pair, \\u{ord(half):04x}") from None
     return value
+
+
+def is_writable(text: str) -> bool:
+    """It holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -297,12 +297,17 @@ def _workload(options: argparse.Namespace) -> Workload:
     rng = np.random.default_rng(options.seed)
     if options.trace:
         options.told = list[str]()
-        workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens, tell=options.told.append)
+
+        def tell(text: str) -> None:
+            """At once: an error may follow from it."""
+            options.told.append(text)
+            print(f"{options.trace}: {text}", file=sys.stderr)
+
+        workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens, tell=tell)
         workload = workload.head(options.requests) if options.requests else workload
         if not options.arrivals and not workload.rate:
-            options.told.append("it has no arrival times: requests come as by --arrivals poisson:4, unless you say how")
+            tell("it has no arrival times: requests come as by --arrivals poisson:4, unless you say how")
         options.arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
-        print("".join(f"{options.trace}: {each}\n" for each in options.told), end="", file=sys.stderr)
     else:
         laws = length_law(options.prompts), length_law(options.outputs)
         workload = synthetic("made-up requests", *laws, options.requests or 2000, rng)

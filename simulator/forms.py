@@ -60,15 +60,23 @@ def rename(table: Table, tell: Tell) -> None:
     tell(f"read as {form.name}'s")
     renamed = {theirs: name for theirs, name in form.columns.items() if name}
     table.used |= form.columns.keys() - renamed.keys()
+    table.theirs = {ours: theirs for theirs, ours in renamed.items()}
     table.columns = {renamed.get(column, column): values for column, values in table.columns.items()}
     if form.zero_failed:
-        failed = [at for at, value in enumerate(table.columns["output_tokens"]) if value in ("0", 0)]
+        failed = [at for at, value in enumerate(table.columns["output_tokens"]) if _is_zero(value)]
         if failed:
             place = table.places[failed[0]]
             tell(f"left out {len(failed)} requests that failed, the first in {table.entry} {place}")
             table.without(failed)
     if form.block_tokens is not None and "hash_ids" in table.columns:
         _reuse(table, form.block_tokens)
+
+
+def _is_zero(value: Any) -> bool:
+    try:
+        return float(value) == 0.0
+    except (TypeError, ValueError):
+        return False
 
 
 def _reuse(table: Table, block_tokens: int) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 from policies.errors import InputError
 from policies.types import FloatArray
 
+_MOST = 1e9  # of a length: a thousand times the longest contexts that models have
+
 
 @dataclass(slots=True)
 class Table:
@@ -19,6 +21,7 @@ class Table:
     Attributes:
         entry: what a row is called: line, or entry of a document.
         used: columns that have been read.
+        theirs: by our names of columns, those that the file has in their place.
     """
 
     name: str
@@ -26,6 +29,7 @@ class Table:
     places: list[int]
     columns: dict[str, list[Any]]
     used: set[str] = field(default_factory=set)
+    theirs: dict[str, str] = field(default_factory=dict)
 
     def take(self, name: str) -> list[Any] | None:
         self.used.add(name)
@@ -49,14 +53,18 @@ class Table:
         if value is None or value == "":
             if missing is not None:
                 return missing
-            raise self.wrong(at, f"there is no {name}")
+            raise self.wrong(at, f"there is no {self.called(name)}")
         try:
             number = math.nan if isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not (math.isfinite(number) and is_one(number)):
-            raise self.wrong(at, f"{name} is {value!r}"[:100] + f", which is no {what}")
+            raise self.wrong(at, f"{self.called(name)} is {value!r}"[:100] + f", which is no {what}")
         return number
+
+    def called(self, name: str) -> str:
+        """A column as the file calls it."""
+        return self.theirs.get(name, name)
 
     def wrong(self, at: int, why: str) -> InputError:
         return InputError(f"{self.name}, {self.entry} {self.places[at]}: {why}")
@@ -69,4 +77,4 @@ class Table:
 
 
 def is_count(number: float) -> bool:
-    return number >= 0.0 and number == int(number)
+    return 0.0 <= number <= _MOST and number == int(number)

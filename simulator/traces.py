@@ -6,6 +6,7 @@ and the JSON documents of `simulator.documents`. Columns of others' traces are r
 go before. What a file says that cannot be understood is an error that names the line; nothing is put in its place.
 """
 
+import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.random import Generator
 
 from policies.errors import InputError
-from policies.strict_text import csv_rows, json_lines, json_value
+from policies.strict_text import csv_rows, is_writable, json_lines, json_value
 from policies.types import FloatArray, IntArray
 from simulator.documents import requests_of
 from simulator.forms import DATE, UNITS, Tell, rename
@@ -31,8 +32,9 @@ MAX_DOCUMENT_CHARS = 1 << 30
 _LABELS = ("slo_class", "class", "client", "agent_kind", "source")
 # Suffix of a column and tokens per unit, the surest first: 1.33 per word holds for plain English only.
 _UNITS = tuple(zip(UNITS, (1.0, 0.25, 1.33), strict=True))
-# Columns of arrivals, and their unit in seconds.
-_SECONDS = {"arrival_s": 1.0, "arrival_ms": 1e-3}
+# Columns of arrivals, their unit in seconds and in words.
+_SECONDS = {"arrival_s": (1.0, "seconds"), "arrival_ms": (1e-3, "milliseconds")}
+_MOST_S = 1e11  # of a time: beyond the year 5000, so that one since 1970 is in another unit
 # Columns that others call so hold seconds, milliseconds or dates: only the file's author knows which.
 _TIMES = (
     "timestamp",
@@ -93,12 +95,20 @@ def _of_document(name: str, path: Path, text: str, rng: Generator, prompt_tokens
     try:
         value = json_value(text, texts=False)
     except ValueError as error:
-        if "\n" not in text.strip():
+        if not _has_lines(text):
             raise InputError(f"{path}: {error}") from error
-        lines = json_lines(text.splitlines(), str(path), texts=False)
+        lines = json_lines(text.split("\n"), str(path), texts=False)
         return _of_table(name, _table(str(path), "line", lines), rng, prompt_tokens, tell)
     rows = requests_of(value, str(path), tell)
     return _of_table(name, _table(str(path), "entry", rows), rng, prompt_tokens, tell)
+
+
+def _has_lines(text: str) -> bool:
+    """Its first line is an object, as that of a document over several lines is not."""
+    try:
+        return isinstance(json.loads(text.strip().partition("\n")[0]), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _table(name: str, entry: str, rows: Numbered) -> Table:
@@ -107,6 +117,8 @@ def _table(name: str, entry: str, rows: Numbered) -> Table:
         raise InputError(f"{name} has more than {MAX_ROWS} rows: take a part of it")
     # JSON rows need not all have the same keys.
     columns = dict.fromkeys(column for _, row in listed for column in row)
+    if broken := [column for column in columns if not is_writable(column)]:
+        raise InputError(f"{name}: the name {broken[0]!r} holds half of a surrogate pair")
     table = {column: [row.get(column) for _, row in listed] for column in columns}
     return Table(name, entry, [place for place, _ in listed], table)
 
@@ -187,8 +199,14 @@ def _optional(
 
 
 def _texts(table: Table, name: str) -> list[str] | None:
+    """Of a column whose values stand in what is written."""
     values = table.take(name)
-    return None if values is None else ["" if value is None else str(value) for value in values]
+    if values is None:
+        return None
+    texts = ["" if value is None else str(value) for value in values]
+    if (broken := next((at for at, text in enumerate(texts) if not is_writable(text)), None)) is not None:
+        raise table.wrong(broken, f"{name} is {texts[broken]!r}"[:100] + ", which holds half of a surrogate pair")
+    return texts
 
 
 def _sessions(table: Table) -> list[str] | None:
@@ -208,16 +226,21 @@ def _lengths(table: Table, what: str, tell: Tell) -> IntArray | None:
     table.used.update(name for name, _ in there)
     whole = [each for each in there if all(value not in (None, "") for value in table.columns[each[0]])]
     name, factor = (whole or there)[0]
+    numbers = table.numbers(name, "length", is_count, None)
+    if empty := np.flatnonzero(numbers == 0.0).tolist():
+        place = f"{table.entry} {table.places[empty[0]]}"
+        tell(f"{len(empty)} times {table.called(name)} is 0, first in {place}: that counts as one token")
     if factor != 1.0:
         tell(f"{name} counts as {factor:g} tokens for each: a guess")
-    return np.rint(table.numbers(name, "length", is_count, None) * factor).astype(np.int64)
+    return np.rint(numbers * factor).astype(np.int64)
 
 
 def _arrivals(table: Table, rng: Generator) -> FloatArray:
     """Seconds from anywhere; zeros where the file says nothing of arrivals."""
     columns = table.columns
     if (name := next((each for each in _SECONDS if each in columns), None)) is not None:
-        return table.numbers(name, "time", lambda x: True, None) * _SECONDS[name]
+        unit_s, unit = _SECONDS[name]
+        return table.numbers(name, f"time in {unit}", lambda x: abs(x) * unit_s < _MOST_S, None) * unit_s
     if "t_in_session_s" in columns:
         return _of_sessions(table, rng)
     name = next((each for each in columns if each == DATE or each.lower() in _TIMES), None)
@@ -240,9 +263,9 @@ def _dates(table: Table, name: str) -> FloatArray:
         try:
             moment = datetime.fromisoformat(str(value))
         except ValueError:
-            raise table.wrong(at, f"{name} is {value!r}"[:100] + _NO_DATE) from None
+            raise table.wrong(at, f"{table.called(name)} is {value!r}"[:100] + _NO_DATE) from None
         if str(value).isdigit():  # would be read as a day without a time
-            raise table.wrong(at, f"{name} is {value!r}"[:100] + _NO_DATE)
+            raise table.wrong(at, f"{table.called(name)} is {value!r}"[:100] + _NO_DATE)
         moments.append((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
     return np.array(moments)
 

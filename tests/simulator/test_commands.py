@@ -84,6 +84,16 @@ def test_a_report_is_one_file_and_needs_no_matplotlib(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == [report] and "Time to first token" in report.read_text()
 
 
+def test_what_is_told_of_a_trace_stands_before_the_error_that_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "own.csv"
+    trace.write_text("timestamp,input_tokens,output_tokens\n2024-01-01T00:00:00Z,10,5\n")
+    with pytest.raises(InputError, match="line 2: timestamp is"):
+        run("simulate", "--trace", str(trace))
+    assert "own.csv: read as ServeGen's" in capsys.readouterr().err
+
+
 def test_a_target_that_no_batch_keeps_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     args = '{"itl_target_s": 1e-5, "window_steps": 4}'
     run("simulate", "--requests", "200", "--arrivals", "all", "--batch", "sla_constrained", "--batch-args", args)

@@ -190,8 +190,9 @@ def test_public_traces_are_read_by_their_own_columns_and_units(
     assert read.told[0].startswith("read as ")
 
 
-def test_requests_of_burst_gpt_that_failed_are_left_out_and_counted(read: Reading) -> None:
-    read("BurstGPT_1.csv", BURST_GPT)
+@pytest.mark.parametrize("none", ["0", "0.0"])
+def test_requests_of_burst_gpt_that_failed_are_left_out_and_counted(none: str, read: Reading) -> None:
+    read("BurstGPT_1.csv", BURST_GPT.replace("1087,0,", f"1087,{none},"))
     assert "left out 1 requests that failed, the first in line 3" in read.told
     assert "passed over: Model, Total tokens, Log Type" in read.told[-1]
 
@@ -274,6 +275,23 @@ def test_times_whose_unit_nobody_knows_are_refused(column: str, read: Reading) -
 
 
 @pytest.mark.parametrize(
+    ("header", "moments"),
+    [
+        ("arrival_s,prompt_tokens,output_tokens", ("1700000000000", "1700000001000")),
+        ("arrival_ms,prompt_tokens,output_tokens", ("1700000000000000", "1700000001000000")),
+        ("timestamp,input_tokens,output_tokens", ("1700000000000", "1700000001000")),
+    ],
+    ids=["milliseconds as seconds", "microseconds as milliseconds", "in the columns of another's trace"],
+)
+def test_times_since_1970_in_another_unit_are_refused(header: str, moments: tuple[str, str], read: Reading) -> None:
+    unit = "milliseconds" if "_ms" in header else "seconds"
+    with pytest.raises(InputError, match=f"line 2: {header.split(',')[0]} is .* no time in {unit}"):
+        read("own.csv", f"{header}\n{moments[0]},1,1\n{moments[1]},1,1\n")
+    right = [moment.removesuffix("000") for moment in moments]
+    assert read("own.csv", f"{header}\n{right[0]},1,1\n{right[1]},1,1\n").arrival_s.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
     ("text", "why"),
     [
         ("arrival_s,prompt_tokens,output_tokens\n0,1,1\nnan,1,1\n", "line 3: arrival_s is 'nan', which is no time"),
@@ -285,7 +303,12 @@ def test_times_whose_unit_nobody_knows_are_refused(column: str, read: Reading) -
         ("prompt_tokens,output_tokens\n1\n", "line 2: 1 fields, and there are 2 columns"),
         ("output_tokens,prompt_tokens,output_tokens\n1,2,3\n", "line 1: there is more than one column 'output_tokens'"),
         ('prompt_tokens,output_tokens\n1,"2\n', "line 2"),
-        ("prompt_tokens;output_tokens\n1;2\n", "has 'prompt_tokens;output_tokens'"),
+        ("prompt_tokens;output_tokens\n1;2\n", "line 1: commas .* has 'prompt_tokens;output_tokens'"),
+        ("0,1.3,8.6,Weibull,0.4,0.4\n600,0,0,,0,0\n", "line 1: the names of the columns must stand there"),
+        ("0,0,0,,0,0\n", "line 1: the names of the columns must stand there, and the first is '0'"),
+        ("prompt_tokens,output_tokens\n1,1e19\n", "line 2: output_tokens is '1e19', which is no length"),
+        (AZURE_2023 + "2023-11-16 18:15:51,x,1\n", "line 4: ContextTokens is 'x', which is no length"),
+        (AZURE_2023 + ",1,1\n", "line 4: TIMESTAMP is '', which is no date"),
     ],
 )
 def test_what_is_not_understood_of_a_row_is_said_with_its_line(text: str, why: str, read: Reading) -> None:
@@ -301,6 +324,7 @@ def test_what_is_not_understood_of_a_row_is_said_with_its_line(text: str, why: s
         ('{"prompt_tokens": 1, "output_tokens": 1, "output_tokens": 2}', "'output_tokens' stands there more than once"),
         ('{"prompt": 7, "output_tokens": 1}', "'7' is no prompt"),
         ('{"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "output_tokens": 1}', "not a text"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "class": "\\ud800"}', "class is .* half of a surrogate pair"),
         ("[1]", "is no object"),
         ("{", "Expecting"),
     ],
@@ -319,6 +343,30 @@ def test_a_prompt_that_is_a_list_of_messages_or_of_ids_counts_whole(read: Readin
     for name in ("prompt", "messages"):
         assert read("own.jsonl", json.dumps({name: messages, "output_tokens": 1})).prompt_tokens.tolist() == [10]
     assert read("own.jsonl", json.dumps({"prompt": [5, 6, 7], "output_tokens": 1})).prompt_tokens.tolist() == [3]
+
+
+def test_a_document_over_several_lines_is_not_taken_for_lines(read: Reading) -> None:
+    whole = {"prompt_tokens": 1, "output_tokens": 7}
+    with pytest.raises(InputError, match="own.json: NaN is no number"):
+        read("own.json", json.dumps([whole, whole | {"output_tokens": float("nan")}], indent=2))
+    with pytest.raises(InputError, match="own.json, line 2: NaN is no number"):
+        read("own.json", json.dumps(whole) + '\n{"output_tokens": NaN}\n')
+
+
+def test_only_the_end_of_a_line_ends_a_line_of_a_json_file(read: Reading) -> None:
+    line = json.dumps({"prompt": "a\u2028b\x85c d", "output_tokens": 7}, ensure_ascii=False)
+    assert columns(read("own.json", f"{line}\n{line}\n"))[1:] == ([2, 2], [7, 7])
+
+
+def test_a_name_that_cannot_be_written_is_refused(read: Reading) -> None:
+    with pytest.raises(InputError, match="half of a surrogate pair"):
+        read("own.jsonl", '{"prompt_tokens": 1, "output_tokens": 1, "\\ud800": 1}\n')
+
+
+def test_lengths_of_0_count_as_one_token_and_that_is_told(read: Reading) -> None:
+    workload = read("own.csv", "prompt_tokens,output_tokens\n8,5\n8,0\n9,0\n")
+    assert workload.output_tokens.tolist() == [5, 1, 1]
+    assert read.told == ["2 times output_tokens is 0, first in line 3: that counts as one token"]
 
 
 def test_what_is_guessed_or_passed_over_is_told(read: Reading) -> None:
