@@ -14,7 +14,7 @@ from deployments.http.errors import error_response
 MAX_ERROR_BYTES = 64 << 10  # a longer answer is passed on as it is
 _ERRORS = frozenset(status for status in HTTPStatus if status >= HTTPStatus.BAD_REQUEST)  # 499 reaches nobody
 _SHOWN_CHARS = 1000  # of a text that is no error of either API
-_WHOLE = b'{"error":'  # how an error in OpenAI's form begins
+_WHOLE = b'{"error":{'  # how an error in OpenAI's form begins
 _ANTHROPICS = re.compile(r"/v1/messages(/|$)")
 _ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",

@@ -29,6 +29,7 @@ async def answered(app: ASGIApp, path: str, method: str = "GET") -> httpx.Respon
         (JSONResponse({"detail": "Not Found"}, 404), 404, f"Not Found: GET {OPENAI}"),
         (JSONResponse({"detail": [{"loc": ["query"]}]}, 422), 422, '[{"loc": ["query"]}]'),
         (PlainTextResponse("Request dropped due to backpressure", 503), 503, "Request dropped due to backpressure"),
+        (JSONResponse({"error": "Unauthorized by another"}, 401), 401, "Unauthorized by another"),
         (HTMLResponse("<h1>no</h1>", 500), 500, f"Internal Server Error: GET {OPENAI}"),
         (Response(status_code=503), 503, f"Service Unavailable: GET {OPENAI}"),
     ],
