@@ -152,6 +152,8 @@ def export(options: argparse.Namespace) -> None:
     """Raises InputError when a file cannot be read, or no request is in both."""
     from predictor import request_log
 
+    if not options.out.parent.is_dir():
+        raise InputError(f"there is no folder {options.out.parent} to write {options.out.name} to")
     count = request_log.export(options.log, options.prompts, options.out)
     if not count:
         raise InputError(f"no request of {options.prompts} is in the log: are they kept under X-Request-Id?")

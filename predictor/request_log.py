@@ -51,7 +51,7 @@ def _requests(log: Path) -> Iterator[dict[str, Any]]:
     for line in _lines(log):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         is_one = isinstance(row, dict) and row.get("outcomes") in WHOLE and row.get("output_tokens")
         if is_one and isinstance(row.get("request_id"), str):

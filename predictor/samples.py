@@ -103,8 +103,12 @@ def _number(value: Any) -> float:
 def _is_cut(row: dict[str, Any], tokens: float) -> bool:
     if row.get("finish_reason") is not None:
         return bool(row["finish_reason"] == "length")
-    limit = row.get("max_tokens") or row.get("max_new_tokens")
-    return limit is not None and tokens >= CUT_FRACTION * _number(limit)
+    given = [row[name] for name in ("max_tokens", "max_new_tokens") if row.get(name) is not None]
+    if not given:
+        return False
+    if not (limit := _number(given[0])) > 0.0:
+        raise ValueError(f"{limit:g} is no limit: leave it out where there was none")
+    return tokens >= CUT_FRACTION * limit
 
 
 def split_by_prompt(

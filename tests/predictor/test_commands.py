@@ -115,7 +115,7 @@ def test_the_request_log_and_kept_prompts_make_training_data(tmp_path: Path) -> 
         {"message": "request", "request_id": "two", "status": 200, "output_tokens": 9, "outcomes": ["stop", "stop"]},
         {"message": "something else"},
     ]
-    log.write_text("starting ...\n" + "\n".join(json.dumps(row) for row in rows))
+    log.write_text("starting ...\n" + "[" * 9000 + "\n" + "\n".join(json.dumps(row) for row in rows))
     kept = [
         {"request_id": "a", "prompt": "Hello", "model": "m", "max_tokens": 12, "user": "u"},
         *({"request_id": name, "prompt": "?"} for name in ("b", "left", "two")),
@@ -134,6 +134,19 @@ def test_a_log_and_prompts_with_nothing_in_common_are_refused(tmp_path: Path) ->
     prompts.write_text('{"request_id": "a", "prompt": "p"}\n')
     with pytest.raises(SystemExit, match="kept under X-Request-Id"):
         cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit, match="no folder .*nowhere"):
+        cli.main(
+            [
+                "predictor",
+                "export",
+                "--log",
+                str(log),
+                "--prompts",
+                str(prompts),
+                "--out",
+                str(tmp_path / "nowhere" / "o"),
+            ]
+        )
     prompts.write_text('{"request_id": "a"}\n')
     with pytest.raises(SystemExit, match="prompts.jsonl, line 1 has no request_id and prompt"):
         cli.main(["predictor", "export", "--log", str(log), "--prompts", str(prompts), "--out", str(tmp_path / "o")])

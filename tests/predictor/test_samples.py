@@ -66,6 +66,7 @@ def test_compressed_files_are_read_and_parts_of_a_set_share_its_name(tmp_path: P
         '{"prompt": "p", "output_tokens": NaN}',
         '{"prompt": "p", "output_tokens": true}',
         '{"prompt": "p", "output_tokens": 3, "max_tokens": "many"}',
+        '{"prompt": "p", "output_tokens": 3, "max_tokens": -1}',
         '{"prompt": "p", "output_tokens": 3, "output_tokens": 4}',
         '{"prompt": "half of a pair: \\ud800", "output_tokens": 3}',
     ],
