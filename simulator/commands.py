@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
@@ -294,6 +295,9 @@ def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig
 
 def _workload(options: argparse.Namespace) -> Workload:
     """Also settles `arrivals`, whose default depends on the trace."""
+    for name, least in (("requests", 1), ("prompt_tokens", 1), ("seed", 0)):
+        if (given := getattr(options, name)) is not None and given < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {given}")
     rng = np.random.default_rng(options.seed)
     if options.trace:
         options.told = list[str]()
@@ -304,10 +308,10 @@ def _workload(options: argparse.Namespace) -> Workload:
             print(f"{options.trace}: {text}", file=sys.stderr)
 
         workload = read_workload(options.trace, rng=rng, prompt_tokens=options.prompt_tokens, tell=tell)
-        workload = workload.head(options.requests) if options.requests else workload
         if not options.arrivals and not workload.rate:
             tell("it has no arrival times: requests come as by --arrivals poisson:4, unless you say how")
         options.arrivals = options.arrivals or ("trace" if workload.rate else "poisson:4")
+        workload = workload.head(options.requests) if options.requests else workload
     else:
         laws = length_law(options.prompts), length_law(options.outputs)
         workload = synthetic("made-up requests", *laws, options.requests or 2000, rng)
@@ -316,8 +320,8 @@ def _workload(options: argparse.Namespace) -> Workload:
         workload = workload.arriving(arrival_law(options.arrivals)(len(workload), rng))
     if options.no_prefix_reuse:
         workload = workload.without_prefixes()
-    if not options.speed > 0:
-        raise InputError(f"--speed must be positive, got {options.speed}")
+    if not 0 < options.speed < math.inf:
+        raise InputError(f"--speed must be positive and finite, got {options.speed}")
     return predicted(workload.faster(options.speed), options.predictor, rng)
 
 

@@ -95,8 +95,10 @@ class PlanConfig:
         require_probability(self, "attainment")
         if not (self.profiles and self.replicas and self.systems and self.loads and self.targets):
             raise ConfigError("a plan needs engines, replicas, systems, loads and targets")
-        if min(self.replicas) < 1 or min(self.loads) <= 0:
+        if min(self.replicas) < 1 or not all(0 < load < math.inf for load in self.loads):
             raise ConfigError(f"replicas and loads must be positive, got {self.replicas} and {self.loads}")
+        if not all(0 <= price < math.inf for price in self.prices.values()):
+            raise ConfigError(f"prices must be at least 0 and finite, got {dict(self.prices)}")
 
     def points(self, load: float) -> list[Point]:
         """The cheapest first; of equal cost the fewest replicas, which are simulated soonest."""

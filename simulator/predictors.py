@@ -31,8 +31,12 @@ def predicted(workload: Workload, predictor: str, rng: Generator) -> Workload:
     kind, *numbers = predictor.split(":")
     try:
         given = [float(number) for number in numbers]
+        if not np.isfinite(given).all():
+            raise ValueError("its numbers must be finite")
         match kind, given:
             case "trace", []:
+                if np.isnan(workload.predicted_output_tokens).all():
+                    raise ValueError(f"{workload.name} has no predicted_output_tokens")
                 return workload
             case "none", []:
                 return _with(workload, np.full(len(workload), np.nan))

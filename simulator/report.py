@@ -47,6 +47,8 @@ def parse_target(text: str) -> tuple[str, Target]:
     slo_class, *numbers = text.rsplit(":", 2)
     try:
         ttft_s, tpot_s = (float(number) for number in numbers)
+        if not (ttft_s > 0.0 and tpot_s > 0.0):
+            raise ValueError("no request could keep it")
     except ValueError:
         raise InputError(f"a target is CLASS:TTFT_S:TPOT_S, such as *:1:0.05, got {text!r}") from None
     return slo_class, Target(ttft_s=ttft_s, tpot_s=tpot_s)

@@ -94,6 +94,36 @@ def test_what_is_told_of_a_trace_stands_before_the_error_that_follows(
     assert "own.csv: read as ServeGen's" in capsys.readouterr().err
 
 
+def test_the_first_requests_of_a_trace_keep_its_times_also_where_they_come_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = tmp_path / "own.csv", tmp_path / "out.json"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n" + "0,10,5\n" * 9 + "8,10,5\n")
+    run("simulate", "--trace", str(trace), "--requests", "9", "--json", str(out))
+    assert "no arrival times" not in capsys.readouterr().err
+    assert json.loads(out.read_text())["makespan_s"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("--requests", "-3", "--requests must be at least 1, got -3"),
+        ("--prompt-tokens", "-4", "--prompt-tokens must be at least 1"),
+        ("--seed", "-1", "--seed must be at least 0"),
+        ("--speed", "inf", "--speed must be positive and finite"),
+        ("--target", "*:nan:1", "a target is CLASS:TTFT_S:TPOT_S"),
+        ("--predictor", "noise:nan", "must be finite"),
+        ("--predictor", "trace", "own has no predicted_output_tokens"),
+    ],
+)
+def test_a_number_that_means_nothing_is_refused(option: str, value: str, why: str, tmp_path: Path) -> None:
+    trace = tmp_path / "own.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,10,5\n1,10,5\n")
+    with pytest.raises(InputError) as refused:
+        run("simulate", "--trace", str(trace), option, value)
+    assert why in str(refused.value)
+
+
 def test_a_target_that_no_batch_keeps_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     args = '{"itl_target_s": 1e-5, "window_steps": 4}'
     run("simulate", "--requests", "200", "--arrivals", "all", "--batch", "sla_constrained", "--batch-args", args)
@@ -333,6 +363,8 @@ def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str)
         (("simulate", "--batch", "fcfs"), "batch policy"),
         (("plan", "--price", "cheap"), "ENGINE=NUMBER"),
         (("plan", "--price", "other=3"), "not planned with"),
+        (("plan", "--price", f"{L40S}=nan", "--engine", L40S), "prices must be at least 0"),
+        (("plan", "--load", "nan"), "loads must be positive"),
         (("plan", "--replicas", "0"), "must be positive"),
         (("plan", "--systems", "magic"), "unknown system"),
         (("plan", "--processes", "0"), "processes"),
