@@ -139,7 +139,7 @@ def _of_table(name: str, table: Table, rng: Generator, prompt_tokens: int | None
     label = next((column for column in _LABELS if column in table.columns), None)
     workload = Workload.of(
         name,
-        _arrivals(table, rng),
+        _arrivals(table, rng, tell),
         prompts,
         outputs,
         cached_tokens=_optional(table, "reusable_prefix_tokens", "number of tokens", is_count, missing=0.0),
@@ -235,13 +235,14 @@ def _lengths(table: Table, what: str, tell: Tell) -> IntArray | None:
     return np.rint(numbers * factor).astype(np.int64)
 
 
-def _arrivals(table: Table, rng: Generator) -> FloatArray:
+def _arrivals(table: Table, rng: Generator, tell: Tell) -> FloatArray:
     """Seconds from anywhere; zeros where the file says nothing of arrivals."""
     columns = table.columns
     if (name := next((each for each in _SECONDS if each in columns), None)) is not None:
         unit_s, unit = _SECONDS[name]
         return table.numbers(name, f"time in {unit}", lambda x: abs(x) * unit_s < _MOST_S, None) * unit_s
     if "t_in_session_s" in columns:
+        tell("it does not say when sessions begin: evenly over an hour, drawn")
         return _of_sessions(table, rng)
     name = next((each for each in columns if each == DATE or each.lower() in _TIMES), None)
     return np.zeros(len(table.places)) if name is None else _dates(table, name)

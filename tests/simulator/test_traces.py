@@ -56,8 +56,10 @@ def test_sessions_start_within_an_hour_and_keep_their_own_times(tmp_path: Path, 
     path = tmp_path / "sessions.csv"
     rows = "".join(f"s{n},{t},10,5\n" for n in range(20) for t in (0.0, 7.5))
     path.write_text("session,t_in_session_s,prompt_tokens,output_tokens\n" + rows)
-    read = read_workload(path, rng=rng)
+    told = list[str]()
+    read = read_workload(path, rng=rng, tell=told.append)
     assert len(read) == 40 and 1800 < read.arrival_s[-1] < 3608
+    assert told == ["it does not say when sessions begin: evenly over an hour, drawn"]
 
 
 def test_published_probabilities_are_drawn_from(tmp_path: Path, rng: np.random.Generator) -> None:
