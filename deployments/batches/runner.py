@@ -267,7 +267,7 @@ class Runner:
             tries[reply.status] += 1
             if tries[reply.status] > LATER.get(reply.status, 0):
                 return reply
-            await asyncio.sleep(max(pause_s, reply.retry_after_s or 0.0))
+            await self._places_of(run.model).pause(run.waiting, max(pause_s, reply.retry_after_s or 0.0))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _observe(self) -> None:

@@ -279,6 +279,39 @@ async def test_keys_share_alike_however_many_batches_each_has(folder: Folder) ->
     assert abs(shared["many"] - shared["one"]) < 20
 
 
+async def test_a_key_whose_quota_is_spent_keeps_no_place_from_others(folder: Folder) -> None:
+    def answers(prompt: str) -> Reply:
+        return Reply(429, b"{}", retry_after_s=3600.0) if prompt.startswith("spent") else answer(prompt)
+
+    spent = folder.batch(lines(f"spent {each}" for each in IDS), owner="spent", key="spent")
+    routers = Routers(answers, load=Load(slots=4))
+    async with running(folder, routers) as runner:
+        await until(lambda: routers.asked.total() > 0)
+        other = folder.batch(lines(IDS), owner="other", key="other")
+        runner.look()
+        assert (await folder.ends(other))["request_counts"]["completed"] == 100
+        assert len([each for each in routers.asked if each.startswith("spent")]) <= 4  # the others are not read yet
+        folder.batches.cancel(spent)
+        runner.look()
+        await folder.ends(spent)
+        await until(lambda: b'sluice_batches_requests_in_flight{model="m"} 0.0' in runner.metrics.exposition())
+
+
+async def test_requests_that_pause_all_go_on(folder: Folder) -> None:
+    refusals = Counter[str]()
+
+    def answers(prompt: str) -> Reply:
+        refusals[prompt] += 1
+        return Reply(429, b"{}", retry_after_s=0.02) if refusals[prompt] < 3 else answer(prompt)
+
+    records = [folder.batch(lines(IDS), owner=key, key=key) for key in ("one", "two")]
+    routers = Routers(answers, load=Load(slots=4))
+    async with running(folder, routers):
+        for record in records:
+            assert (await folder.ends(record))["request_counts"]["completed"] == 100
+    assert routers.most_in_flight <= 4
+
+
 async def test_prompts_that_begin_alike_go_together(folder: Folder) -> None:
     mixed = [f"{number % 4} of {number:02}" for number in range(40)]
     record, routers = folder.batch(lines(mixed)), Routers()
