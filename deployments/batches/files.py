@@ -68,12 +68,12 @@ def made_at_s(identity: str) -> float:
 
 def check_id(identity: str, kind: str) -> str:
     """Raises NotFoundError for what none of ours looks like, as a path."""
-    if not _is_id(identity, kind):
+    if not is_id(identity, kind):
         raise NotFoundError(f"no {kind[:-1]} {identity[:64]!r}")
     return identity
 
 
-def _is_id(identity: str, kind: str) -> bool:
+def is_id(identity: str, kind: str) -> bool:
     return _ID.fullmatch(identity) is not None and identity.startswith(kind)
 
 
@@ -87,7 +87,7 @@ def ids_after(ids: Iterable[str], after: str | None, kind: str) -> list[str]:
     Raises:
         CursorError: it never was an id.
     """
-    if after is not None and not (_is_id(after, kind) and made_at_s(after) <= time.time() + CLOCKS_APART_S):
+    if after is not None and not (is_id(after, kind) and made_at_s(after) <= time.time() + CLOCKS_APART_S):
         raise CursorError(f"after must be the id of a {kind[:-1]} on the page before, got {after[:64]!r}")
     return sorted((each for each in ids if after is None or each < after), reverse=True)
 
@@ -161,7 +161,7 @@ class Files:
         return found, False
 
     def ids(self, owner: str) -> list[str]:
-        return self._storage.names(f"{owner}/files")
+        return [name for name in self._storage.names(f"{owner}/files") if is_id(name, "file-")]
 
     def is_whole(self, owner: str, file_id: str) -> bool:
         return self._storage.exists(f"{self._folder(owner, file_id)}/file")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, ids_after, made_at_s, new_id
+from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, ids_after, is_id, made_at_s, new_id
 from deployments.batches.ledger import ENDED as ENDED_BATCH
 from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.lines import LineError
@@ -293,7 +293,7 @@ class Batches:
         return self._storage.exists(f"{_folder(owner, batch_id)}/batch")
 
     def ids(self, owner: str) -> list[str]:
-        return self._storage.names(f"{owner}/batches")
+        return [name for name in self._storage.names(f"{owner}/batches") if is_id(name, "batch_")]
 
     def cancel(self, record: BatchRecord) -> None:
         """Cancelled at the first call; others change nothing."""
@@ -313,7 +313,7 @@ class Batches:
     def open_ids(self) -> list[tuple[str, str]]:
         """Owner and id of every batch that has not ended, oldest first."""
         found = (name.partition(".") for name in self._storage.names(_OPEN))
-        return [(owner, batch_id) for batch_id, _, owner in found]
+        return [(owner, batch_id) for batch_id, _, owner in found if is_id(batch_id, "batch_")]
 
     def opened(self) -> Iterator[BatchRecord]:
         """Batches that have not ended, oldest first."""
@@ -352,7 +352,8 @@ class Batches:
         self._ledger.strike(owner, batch_id)
 
     def owners(self) -> list[str]:
-        return [name for name in self._storage.names("") if name != _OPEN]
+        """What else lies there is not ours, as `lost+found`."""
+        return [name for name in self._storage.names("") if name.isalnum() and name != _OPEN]
 
     def as_openai(self, record: BatchRecord) -> dict[str, Any]:
         """OpenAI's `Batch`, as it is now."""

@@ -128,7 +128,7 @@ class Storage:
         try:
             with _as_os_error():
                 found = self._fs.ls(self._path(folder), detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         names = (str(each).rstrip("/").rpartition("/")[2] for each in found)
         return sorted(name for name in names if name and not name.endswith(_PART))

@@ -43,7 +43,7 @@ class Sweep:
             if record.id not in known:
                 self._batches.reserve(record)
         for file_id in set(self._files.ids(owner)) - known:
-            self._find_file(owner, file_id)
+            self._find_file(owner, file_id, is_needed=file_id in needed)
         for batch_id in set(self._batches.ids(owner)) - known - of_open:
             if _age_s(batch_id) > YOUNG_S:
                 self._batches.settle(owner, batch_id)
@@ -58,11 +58,11 @@ class Sweep:
         elif entry.is_file and YOUNG_S < age_s < LOOKED_AT_S and not self._files.is_whole(owner, entry.id):
             self._files.remove(owner, entry.id)
 
-    def _find_file(self, owner: str, file_id: str) -> None:
+    def _find_file(self, owner: str, file_id: str, *, is_needed: bool) -> None:
         """One without an entry: of an earlier version, or of a process that was lost."""
         if self._files.is_whole(owner, file_id):
             self._files.enter_anew(owner, file_id)
-        elif _age_s(file_id) > LOOKED_AT_S:
+        elif not is_needed and _age_s(file_id) > LOOKED_AT_S:
             self._files.remove(owner, file_id)
 
 

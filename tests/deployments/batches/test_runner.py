@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deployments.batches import input as input_module
 from deployments.batches import retried
 from deployments.batches import runner as module
-from deployments.batches.files import Files, new_id
+from deployments.batches.files import Files, derived_id, new_id
 from deployments.batches.ledger import Ledger
 from deployments.batches.results import Reply
 from deployments.batches.runner import Runner
@@ -397,6 +397,34 @@ def test_what_an_earlier_version_or_a_lost_process_has_left_is_put_in_order(
     assert folder.shown(ended)["status"] == "completed"
     assert folder.storage.names(f"me/batches/{ended.id}/log") == []
     assert half not in folder.files.ids("me")
+
+
+def test_what_is_not_ours_in_the_folder_keeps_nothing_from_being_swept(folder: Folder, tmp_path: Path) -> None:
+    file = folder.files.add("me", "in", "batch", [b"x"], keep_s=-1.0)
+    folder.batch(lines(["a"]))
+    for stray in ("README", "a.txt", "lost+found/x/y", "open/.nfs01", "me/files/.nfs01", "me/batches/.nfs01"):
+        (tmp_path / stray).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / stray).touch()
+    Sweep(folder.storage, SECTION)()
+    assert file.id not in folder.files.ids("me")
+    assert len(folder.batches.ids("me")) == 1
+
+
+def test_the_output_of_an_open_batch_is_not_swept_while_it_is_written(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = folder.batch(lines(["a"]))
+    later_s = module.time.time() + 100_000.0  # the id of its output is as old as the batch
+    monkeypatch.setattr(module.time, "time", lambda: later_s)
+
+    def written() -> Iterator[bytes]:
+        yield b"a"
+        Sweep(folder.storage, SECTION)()
+        yield b"b"
+
+    output = derived_id("file-", record.id, "output")
+    folder.files.add("me", "out", "batch_output", written(), output)
+    assert b"".join(folder.files.chunks("me", output)) == b"ab"
 
 
 def test_an_open_batch_whose_mark_is_lost_is_open_again(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
