@@ -256,8 +256,13 @@ class Batches:
         )
         self._forget(owner)
         self._ledger.enter(owner, Entry(record.id, OPEN, bytes_to_write(record), 0))
-        self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
-        self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
+        try:
+            self._storage.create(_open(owner, record.id), b"")  # first: one that is not found would never run
+            self._storage.create(f"{_folder(owner, record.id)}/batch", msgspec.json.encode(record))
+        except BaseException:
+            self._storage.remove(_open(owner, record.id))
+            self.remove(owner, record.id)
+            raise
         return record
 
     def _forget(self, owner: str) -> None:

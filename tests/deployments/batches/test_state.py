@@ -54,6 +54,23 @@ def test_who_creates_a_batch_finds_it_open_until_it_is_closed(batches: Batches) 
     assert batches.get("me", record.id) == record
 
 
+def test_a_batch_that_could_not_be_created_reserves_nothing(
+    batches: Batches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = Storage.create
+
+    def full(storage: Storage, path: str, content: bytes) -> bool:
+        if content:  # as on a full disk, which takes empty files
+            raise OSError("no space left")
+        return create(storage, path, content)
+
+    monkeypatch.setattr(Storage, "create", full)
+    with pytest.raises(OSError, match="no space"):
+        made(batches)
+    assert batches.open_ids() == []
+    assert list(tmp_path.glob("*/ledger/*")) == []
+
+
 def test_a_batch_of_another_owner_and_a_path_are_not_found(batches: Batches) -> None:
     record = made(batches)
     for owner, batch_id in (("you", record.id), ("me", "batch_../../x"), ("me", record.input_file_id)):
