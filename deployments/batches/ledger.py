@@ -12,6 +12,7 @@ from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
 
 OPEN, ENDED = "open", "ended"  # kinds of batches; a file's kind is its purpose
+_FILES_OF_A_BATCH = 2  # that it may write: output and errors
 _NAME = re.compile(r"((?:file-|batch_)[0-9a-f]{32})\.([a-z_]+)\.(\d+)\.(\d+)", re.ASCII)
 
 
@@ -63,9 +64,12 @@ class Ledger:
             raise
 
     def _check(self, entries: list[Entry], entry: Entry) -> None:
-        files = sum(each.is_file for each in entries)
-        if entry.is_file and files > self._max_files:
-            raise FullError(f"you have {self._max_files} files (batches.max_files): delete some first")
+        files = sum(each.is_file or _FILES_OF_A_BATCH * (each.kind == OPEN) for each in entries)
+        if (entry.is_file or entry.kind == OPEN) and files > self._max_files:
+            raise FullError(
+                f"your files, and {_FILES_OF_A_BATCH} of each open batch, would be more than {self._max_files} "
+                "(batches.max_files): delete some first"
+            )
         if sum(each.bytes for each in entries) > self._max_bytes:
             what = "your files" if entry.is_file else f"your files, and the {entry.bytes} bytes that it may write,"
             raise FullError(

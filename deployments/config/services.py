@@ -55,7 +55,8 @@ class BatchesSection(Section):
     """What one API key stores together: its files, and what its batches have written or may come to write. Uploads and
     batches beyond it get 413, and a batch whose answers reach it ends as `failed`."""
     max_files: int = Field(default=10_000, ge=1)
-    """Files of one API key; uploads beyond it get 413. Of as many ended batches the oldest are forgotten."""
+    """Files of one API key, and two for each of its open batches; uploads and batches beyond it get 413. Of as many
+    ended batches the oldest are forgotten."""
     upload_timeout_s: Seconds = 600.0
     """The longest that an upload may take; then it gets 408."""
     max_lines: int = Field(default=100_000, ge=1)

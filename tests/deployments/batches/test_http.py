@@ -223,18 +223,36 @@ async def test_a_batch_that_cannot_fit_is_refused_when_it_is_made(service: Servi
 
 
 async def test_a_key_has_a_bound_on_its_files_and_of_its_ended_batches_the_oldest_go(tmp_path: Path) -> None:
-    service = Service(tmp_path, SECTION.model_copy(update={"max_files": 2}))
+    service = Service(tmp_path, SECTION.model_copy(update={"max_files": 3}))
     await service.start()
     client = service.client()
-    file_ids = [await uploaded(client, b"x") for _ in range(2)]
+    file_ids = [await uploaded(client, b"x") for _ in range(3)]
     async with refused(413, "batches.max_files"):
         await uploaded(client)
+    for file_id in file_ids[1:]:
+        await client.files.delete(file_id)
     service.runner.start()
     made = []
-    for _ in range(4):
+    for _ in range(5):
         made.append(await begun(client, input_file_id=file_ids[0]))
         await until(lambda: not Batches(service.storage, SECTION).open_ids())
     assert [each.id async for each in client.batches.list()] == [each.id for each in made[:0:-1]]
+    await service.runner.close()
+
+
+async def test_files_that_batches_write_count_too(tmp_path: Path) -> None:
+    service = Service(tmp_path, SECTION.model_copy(update={"max_files": 4}))
+    await service.start()
+    service.runner.start()
+    client = service.client()
+    file_id = await uploaded(client)
+    for _ in range(2):  # each has an output, and could have had errors
+        await begun(client, input_file_id=file_id)
+        await until(lambda: not Batches(service.storage, SECTION).open_ids())
+    async with refused(413, "batches.max_files"):
+        await begun(client, input_file_id=file_id)
+    assert len([each async for each in client.files.list()]) == 3
+    assert not Batches(service.storage, SECTION).open_ids()
     await service.runner.close()
 
 
