@@ -13,6 +13,7 @@ from policies.errors import SluiceError
 
 MAX_LINE_BYTES = 16 << 20  # more than the body of any request may have
 MAX_ERRORS = 100  # told of a batch: a user with that many corrects the program that made the file
+MAX_BLANK_LINES = 100_000  # each is read, and has its bit in the memory of what runs the batch, as any other
 MAX_CUSTOM_ID_CHARS = 512  # each stands in a line of output
 _SHOWN_CHARS = 64  # of a refused value, in the message
 
@@ -116,7 +117,12 @@ def validated(lines: Iterable[bytes], endpoint: str, models: Collection[str], ma
         models: names of all models that the application serves.
     """
     found, digests, numbers = Validation(), array("Q"), array("Q")
-    for number, raw in numbered(lines):
+    for number, raw in enumerate(lines, 1):
+        if not raw.strip():
+            if number - found.total > MAX_BLANK_LINES:
+                found.errors.append(LineError("too_many_blank_lines", f"more than {MAX_BLANK_LINES} blank lines"))
+                return found
+            continue
         found.total, found.last = found.total + 1, number
         if found.total > max_lines:
             found.errors.append(LineError("too_many_lines", f"more than {max_lines} requests (batches.max_lines)"))

@@ -67,6 +67,7 @@ def test_an_id_that_comes_again_is_named_with_the_line_that_has_it_already() -> 
         ([line("a", body={"model": "gone"})], ("model_not_found", 1, "body.model")),
         ([b"\n"], ("empty_file", None, None)),
         ([line(each) for each in "abcd"], ("too_many_lines", None, None)),
+        ([line("a"), *[b"\n"] * 6], ("too_many_blank_lines", None, None)),
         ([line("a" * 200)], ("line_too_long", 1, None)),
     ],
     ids=lambda given: given[0] if isinstance(given, tuple) else "",
@@ -75,6 +76,7 @@ def test_what_is_no_batch_is_named(
     lines: list[bytes], error: tuple[str, int | None, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 150)
+    monkeypatch.setattr(module, "MAX_BLANK_LINES", 5)
     (told,) = found(*lines, max_lines=3)
     assert (told.code, told.line, told.param) == error
     assert told.code != "model_not_found" or "'gone'; there are m, other" in told.message
