@@ -49,6 +49,7 @@ class BatchRun:
         self._log_bytes, self._reserved = 0, bytes_to_write(record)
         self._results: list[Result] = []
         self._results_bytes, self._has_room = 0, asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None  # the latest segment
         self._window: deque[Line] = deque()
         self._answered: deque[tuple[float, int]] = deque(maxlen=120)  # of ten minutes by default: the end's estimate
 
@@ -183,8 +184,18 @@ class BatchRun:
             end_s = expected_end_s(self._answered, progress.total)
             await self._append(replace(progress, expected_end=None if end_s is None else int(end_s)))
 
+    async def flush_last(self) -> None:
+        """As `flush`, after the write that goes on, if that was cancelled, with its results."""
+        if self._writing is not None:
+            await self._writing
+        await self.flush()
+
     async def _append(self, progress: Progress) -> None:
         """Write a segment with all results so far; those that come meanwhile belong to the next one."""
+        self._writing = asyncio.create_task(self._write(progress))
+        await asyncio.shield(self._writing)
+
+    async def _write(self, progress: Progress) -> None:
         results, self._results = self._results, []
         self._log_bytes += await self.folder(self._log.append, progress, results)
         now = self.progress

@@ -292,7 +292,7 @@ async def _written_last(run: BatchRun) -> None:
     """What is not written within LAST_WRITE_S is computed again."""
     try:
         async with asyncio.timeout(LAST_WRITE_S):
-            await run.flush()
+            await run.flush_last()
     except (FencedError, TimeoutError) as error:
         logger.warning("%s: the last segment could not be written: %r", run.record.id, error)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -330,6 +331,25 @@ async def test_a_runner_that_is_told_to_end_writes_what_was_answered(folder: Fol
         await folder.ends(record)
     assert ids(folder.output(record)) == IDS
     assert sum(routers.asked.values()) <= len(IDS) + 8  # of those in flight
+
+
+async def test_a_runner_that_is_told_to_end_while_it_writes_loses_no_answer(tmp_path: Path) -> None:
+    class Slow(Storage):
+        pause_s = 0.0
+
+        def create(self, path: str, content: bytes) -> bool:
+            time.sleep(self.pause_s)
+            return super().create(path, content)
+
+    storage = Slow(str(tmp_path))
+    folder, routers = Folder(storage), Routers(pause_s=0.01, load=Load(slots=8))
+    record = folder.batch(lines(IDS))
+    async with running(folder, routers) as runner:
+        await until(lambda: folder.shown(record)["request_counts"]["completed"] >= 10)
+        storage.pause_s = 0.5
+        await asyncio.sleep(0.1)  # the next segment is on its way, and more is answered meanwhile
+        answered = runner.open_batches("me").oldest[0]["completed"]
+    assert folder.shown(record)["request_counts"]["completed"] >= answered
 
 
 async def test_the_end_is_foreseen(folder: Folder) -> None:
