@@ -1,7 +1,8 @@
 """Uploads on their way: each is on this machine's disk until it is whole and stored.
 
 No slow client keeps others from uploading: an upload takes a slot only once it is whole, must come at a least rate, and
-where all together are too many or too large, one of the key with the most gives way, the slowest.
+where all together are too many or too large, one of the key with the most gives way, the slowest. So does one that is
+whole and waits for its slot: where the folder is slow, one key's files would keep all others from coming.
 """
 
 import asyncio
@@ -20,8 +21,8 @@ from deployments.http.errors import HttpError
 T = TypeVar("T")
 
 MOST_AT_ONCE = 64  # on their way to one router: each has up to a megabyte in memory, and then a file on the disk
-MOST_FILES = 4  # as large as one may be, whose bytes all on their way may have together
-STORED_AT_ONCE = 4  # each keeps a thread busy
+MOST_FILES = 4  # as large as one may be, whose bytes all that are not being stored may have together
+STORED_AT_ONCE = 4  # each keeps a thread busy, and as much of the disk
 LEAST_BYTES_PER_S = 16 << 10  # on average, after the first GRACE_S
 GRACE_S = 30.0
 
@@ -34,6 +35,7 @@ class Upload:
     began_s: float = field(default_factory=time.monotonic)
     bytes: int = 0
     is_whole: bool = False
+    is_being_stored: bool = False
     gave_way: bool = False
     deadline: asyncio.Timeout | None = None
 
@@ -89,6 +91,9 @@ class Uploads:
             upload.is_whole = True
             self._extend(upload)
             async with self._slots:
+                if upload.gave_way:  # a moment ago
+                    raise TimeoutError
+                upload.is_being_stored = True
                 return await storing
 
     def _extend(self, upload: Upload) -> None:
@@ -103,11 +108,13 @@ class Uploads:
         upload.deadline.reschedule(asyncio.get_running_loop().time() + allowed_s - passed_s)
 
     def _make_room(self) -> None:
-        coming = [each for each in self._open if not each.is_whole and not each.gave_way]
-        held_bytes = sum(each.bytes for each in self._open if not each.gave_way)
-        if not coming or (len(coming) <= MOST_AT_ONCE and held_bytes <= MOST_FILES * self._max_file_bytes):
+        coming = [each for each in self._open if not each.is_being_stored and not each.gave_way]
+        are_too_large = sum(each.bytes for each in coming) > MOST_FILES * self._max_file_bytes
+        if not are_too_large and len(coming) <= MOST_AT_ONCE:
             return
-        most, now_s = Counter(each.owner for each in coming), time.monotonic()
+        most, now_s = Counter[str](), time.monotonic()
+        for each in coming:
+            most[each.owner] += each.bytes if are_too_large else 1
         slowest = min(coming, key=lambda each: (-most[each.owner], each.rate(now_s)))
         assert slowest.deadline is not None, "it has one from its beginning"
         if not slowest.deadline.expired():  # else its bytes come back in a moment

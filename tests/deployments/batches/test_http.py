@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -448,6 +448,31 @@ async def test_beyond_what_all_may_have_the_slowest_of_the_key_with_the_most_giv
     answer = await asyncio.wait_for(slowest, 10)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert not any(each.done() for each in others)
+
+
+async def test_files_of_one_key_that_wait_for_a_slow_folder_keep_no_other_key_from_uploading(
+    service: Service, slowly: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on = threading.Event()
+    write = Storage.write
+
+    def slow(storage: Storage, path: str, chunks: Iterable[bytes]) -> int:
+        may_go_on.wait(10)
+        return write(storage, path, chunks)
+
+    monkeypatch.setattr(Storage, "write", slow)
+    monkeypatch.setattr(uploads, "MOST_FILES", 1)
+    whole = [asyncio.create_task(uploaded(service.client(), b"x" * 9_000)) for _ in range(uploads.STORED_AT_ONCE)]
+    await asyncio.sleep(0.2)
+    others = [slowly("yours"), slowly("yours")]
+    await asyncio.sleep(0.2)
+    assert not any(each.done() for each in (*whole, *others))
+    waiting = [asyncio.create_task(uploaded(service.client(), b"x" * 60_000)) for _ in range(3)]
+    done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    assert {getattr(each.exception(), "status_code", None) for each in done} == {503}
+    assert not any(each.done() for each in (*whole, *others))
+    may_go_on.set()
+    await asyncio.gather(*whole, *waiting, return_exceptions=True)
 
 
 async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
