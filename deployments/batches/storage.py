@@ -17,6 +17,7 @@ from fsspec.spec import AbstractBufferedFile
 from policies.errors import ConfigError
 
 CHUNK_BYTES = 1 << 20  # read or written at once
+_AHEAD_BYTES = 4 << 20  # that a file of an object store reads ahead, and keeps while it is open: 50 MB with s3fs
 _PART = ".part"
 
 
@@ -53,7 +54,7 @@ class Storage:
 
     def chunks(self, path: str, start: int = 0) -> Iterator[bytes]:
         """From a byte on, CHUNK_BYTES at most at a time. Raises FileNotFoundError."""
-        with _as_os_error(), self._fs.open(self._path(path), "rb") as file:
+        with _as_os_error(), self._opened(path) as file:
             file.seek(start)
             while chunk := file.read(CHUNK_BYTES):
                 yield chunk
@@ -65,12 +66,15 @@ class Storage:
             FileNotFoundError: there is no such file.
         """
         # Files of object stores read whole lines only, however long.
-        with _as_os_error(), self._fs.open(self._path(path), "rb") as raw, io.BufferedReader(raw, CHUNK_BYTES) as file:
+        with _as_os_error(), self._opened(path) as raw, io.BufferedReader(raw, CHUNK_BYTES) as file:
             while line := file.readline(max_bytes + 1):
                 yield line
                 while len(line) > max_bytes and not line.endswith(b"\n"):
                     if not (rest := file.readline(CHUNK_BYTES)) or rest.endswith(b"\n"):
                         break
+
+    def _opened(self, path: str) -> Any:
+        return self._fs.open(self._path(path), "rb", block_size=_AHEAD_BYTES)
 
     def create(self, path: str, content: bytes) -> bool:
         """False, and nothing is written, where there is something already: of several that try, one succeeds."""

@@ -18,7 +18,10 @@ from policies.errors import ConfigError
 
 
 class RangeFile(AbstractBufferedFile):  # type: ignore[misc]
+    most_at_once = 0
+
     def _fetch_range(self, start: int, end: int) -> bytes:
+        RangeFile.most_at_once = max(self.most_at_once, end - start)
         content: bytes = self.fs.cat_file(self.path, start, end)
         return content
 
@@ -30,7 +33,9 @@ class RangeFileSystem(MemoryFileSystem):  # type: ignore[misc]
     store: dict[str, Any] = {}  # of the class, as that of its parent
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        return RangeFile(self, path, mode) if mode == "rb" else super()._open(path, mode, **options)
+        if mode != "rb":
+            return super()._open(path, mode, **options)
+        return RangeFile(self, path, mode, options.get("block_size") or 50 << 20)  # as s3fs
 
 
 class RefusingFileSystem(MemoryFileSystem):  # type: ignore[misc]
@@ -139,6 +144,14 @@ class UploadingFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
 
 fsspec.register_implementation("uploading", UploadingFileSystem, clobber=True)
+
+
+def test_of_a_large_object_little_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(f"ranges://{uuid4().hex}")
+    monkeypatch.setattr(RangeFile, "most_at_once", 0)
+    storage.write("a", [b"x" * (1 << 20) + b"\n"] * 16)
+    assert sum(map(len, storage.chunks("a"))) == sum(map(len, storage.lines("a", 2 << 20))) == 16 * ((1 << 20) + 1)
+    assert RangeFile.most_at_once <= 6 << 20
 
 
 def test_half_of_an_object_is_never_there() -> None:
