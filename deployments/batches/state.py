@@ -366,6 +366,7 @@ class Batches:
         status: str = progress.status
         if cancelled_at is not None and status in ("validating", "in_progress"):
             status = "cancelling"
+        ends_so = progress.ending == "cancelled" or status in ("cancelling", "cancelled")
         metadata = record.metadata
         if progress.expected_end is not None and status == "in_progress":
             metadata = {**(metadata or {}), "sluice_expected_end": _iso(progress.expected_end)}
@@ -386,7 +387,7 @@ class Batches:
             "in_progress_at": progress.in_progress_at,
             "expires_at": record.expires_at,
             "finalizing_at": progress.finalizing_at,
-            "cancelling_at": cancelled_at if status in ("cancelling", "cancelled") else None,
+            "cancelling_at": cancelled_at if ends_so else None,
             **ended,
             "request_counts": {"total": progress.total, "completed": progress.completed, "failed": progress.failed},
             "usage": progress.tokens.as_openai() if progress.tokens != Tokens() else None,

@@ -111,6 +111,11 @@ def test_a_batch_that_was_cancelled_says_when_and_once(batches: Batches) -> None
     shown = batches.as_openai(record)
     assert shown["status"] == "cancelling"
     assert shown["cancelling_at"] == batches.cancelled_at(record)
+    log = batches.log(record)
+    log.read()
+    log.append(Progress(status="finalizing", ending="cancelled"), [])
+    shown = batches.as_openai(record)
+    assert (shown["status"], shown["cancelling_at"]) == ("finalizing", batches.cancelled_at(record))
 
 
 def test_a_batch_that_failed_tells_its_errors(batches: Batches) -> None:
