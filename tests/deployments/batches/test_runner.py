@@ -640,5 +640,6 @@ def test_whatever_dies_when_each_request_has_one_line(deaths: list[tuple[int, bo
         assert ids(folder.output(record, "error")) == sorted(refused)
         assert shown["request_counts"]["failed"] == len(refused)
 
-    with tempfile.TemporaryDirectory() as url:
+    with tempfile.TemporaryDirectory() as url, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "LAST_WRITE_S", 0.05)  # the dead write nothing
         asyncio.run(live(url))
