@@ -11,6 +11,7 @@ runners run one batch by mistake, the second to write a number finds it taken, o
 request has one line, even if it was computed twice.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,6 +27,8 @@ from deployments.batches.lines import LineError
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelled"]
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -324,7 +327,12 @@ class Batches:
         """Batches that have not ended, oldest first."""
         for owner, batch_id in self.open_ids():
             if self._is_whole(owner, batch_id):
-                yield self.get(owner, batch_id)
+                try:
+                    record = self.get(owner, batch_id)
+                except msgspec.DecodeError as error:  # it keeps no other from running
+                    logger.error("%s of %s cannot be read, so it does not run: %s", batch_id, owner, error)
+                else:
+                    yield record
             elif time.time() - made_at_s(batch_id) > 3600:  # its creator has been lost before it was written
                 self._storage.remove(_open(owner, batch_id))
                 self.remove(owner, batch_id)

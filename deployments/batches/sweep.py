@@ -18,7 +18,7 @@ def needed_by(record: BatchRecord) -> list[str]:
 
 
 class Sweep:
-    """Its call blocks."""
+    """Its call blocks. What fails for one owner keeps it from no other, and is raised at the end."""
 
     def __init__(self, storage: Storage, section: BatchesSection) -> None:
         self._files, self._batches = Files(storage, section), Batches(storage, section)
@@ -28,8 +28,14 @@ class Sweep:
         opened: dict[str, list[BatchRecord]] = {}
         for record in self._batches.opened():
             opened.setdefault(record.owner, []).append(record)
+        failures: list[OSError] = []
         for owner in self._batches.owners():
-            self._owner(owner, opened.get(owner, []))
+            try:
+                self._owner(owner, opened.get(owner, []))
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise ExceptionGroup("a sweep could not look at all that is stored", failures)
 
     def _owner(self, owner: str, opened: list[BatchRecord]) -> None:
         entries = self._ledger.entries(owner)

@@ -456,6 +456,35 @@ def test_an_open_batch_whose_mark_is_lost_is_open_again(folder: Folder, monkeypa
     assert folder.batches.open_ids() == [("me", record.id)]
 
 
+async def test_a_batch_that_cannot_be_read_keeps_no_other_from_running(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken, whole = folder.batch(lines(IDS[:1])), folder.batch(lines(IDS[:1]))
+    folder.storage.write(f"me/batches/{broken.id}/batch", [b"{}"])
+    async with running(folder, Routers()):
+        assert (await folder.ends(whole))["status"] == "completed"
+    assert f"{broken.id} of me cannot be read" in caplog.text
+
+
+class FailingOwner(Storage):
+    """The folder of one owner."""
+
+    def names(self, folder: str) -> list[str]:
+        if folder == "a/ledger":
+            raise OSError("of one owner")
+        return super().names(folder)
+
+
+def test_what_fails_for_one_owner_keeps_a_sweep_from_no_other(tmp_path: Path) -> None:
+    section = SECTION.model_copy(update={"keep_s": 0.001})
+    folder = Folder(Storage(str(tmp_path)), section)
+    files = [folder.files.add(owner, "in.jsonl", "batch", [b"x"]) for owner in ("a", "b")]
+    time.sleep(1.1)
+    with pytest.raises(ExceptionGroup, match="could not look at all"):
+        Sweep(FailingOwner(str(tmp_path)), section)()
+    assert [folder.storage.exists(f"{o}/files/{f.id}/file") for o, f in zip("ab", files, strict=True)] == [True, False]
+
+
 async def test_results_that_the_log_has_lost_are_computed_again(folder: Folder) -> None:
     record = folder.batch(lines(["a", "b", "c"]))
     log = folder.batches.log(record)
