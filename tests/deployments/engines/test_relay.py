@@ -71,6 +71,7 @@ class Replica:
             gang_max_wait_s=gang_max_wait_s,
         )
         self.store = store
+        self._readers: list[Reader] = []  # one that nobody holds ends, and its requests with it
         self.relay = Relay(
             engine=self.engine,
             store=store,
@@ -82,7 +83,8 @@ class Replica:
         return await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1")
 
     async def reader(self, router_id: str = "a") -> Reader:
-        return Reader(await self.connection(router_id))
+        self._readers.append(Reader(await self.connection(router_id)))
+        return self._readers[-1]
 
     async def busy(self) -> Reader:
         """Holds a request of this router, and makes no step before it is resumed."""
