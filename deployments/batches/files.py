@@ -4,9 +4,10 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +16,8 @@ from deployments.batches.ledger import Entry, Ledger
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
+
+T = TypeVar("T")
 
 NOBODY = "anyone"  # the owner of files and batches that come without a key
 CLOCKS_APART_S = 3600.0  # an id of a host whose clock is ahead is one of ours
@@ -81,15 +84,26 @@ class CursorError(SluiceError):
     """A page cannot come after what is no id."""
 
 
-def ids_after(ids: Iterable[str], after: str | None, kind: str) -> list[str]:
-    """Newest first. `after` may have been removed meanwhile.
+def page_of(
+    ids: Iterable[str], after: str | None, kind: str, limit: int, get: Callable[[str], T]
+) -> tuple[list[T], bool]:
+    """Newest first, and whether more follow. `after` may have been removed meanwhile.
+
+    Args:
+        get: reads one; raises NotFoundError for one that is not whole yet, or was removed meanwhile.
 
     Raises:
-        CursorError: it never was an id.
+        CursorError: `after` never was an id.
     """
     if after is not None and not (is_id(after, kind) and made_at_s(after) <= time.time() + CLOCKS_APART_S):
         raise CursorError(f"after must be the id of a {kind[:-1]} on the page before, got {after[:64]!r}")
-    return sorted((each for each in ids if after is None or each < after), reverse=True)
+    found: list[T] = []
+    for identity in sorted((each for each in ids if after is None or each < after), reverse=True):
+        if len(found) == limit:
+            return found, True
+        with suppress(NotFoundError):
+            found.append(get(identity))
+    return found, False
 
 
 class Files:
@@ -151,14 +165,8 @@ class Files:
     def page(self, owner: str, after: str | None, limit: int, purpose: str | None) -> tuple[list[FileRecord], bool]:
         """Newest first. Raises CursorError."""
         entries = (each for each in self._ledger.entries(owner) if each.is_file and each.expires_at > time.time())
-        ids = ids_after((each.id for each in entries if purpose in (None, each.kind)), after, "file-")
-        found: list[FileRecord] = []
-        for identity in ids:
-            if len(found) == limit:
-                return found, True
-            with suppress(NotFoundError):  # not whole yet, or removed meanwhile
-                found.append(self.get(owner, identity))
-        return found, False
+        ids = (each.id for each in entries if purpose in (None, each.kind))
+        return page_of(ids, after, "file-", limit, partial(self.get, owner))
 
     def ids(self, owner: str) -> list[str]:
         return [name for name in self._storage.names(f"{owner}/files") if is_id(name, "file-")]

@@ -14,13 +14,13 @@ request has one line, even if it was computed twice.
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, ids_after, is_id, made_at_s, new_id
+from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, is_id, made_at_s, new_id, page_of
 from deployments.batches.ledger import ENDED as ENDED_BATCH
 from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.lines import LineError
@@ -288,14 +288,8 @@ class Batches:
 
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Newest first. Raises CursorError."""
-        found: list[BatchRecord] = []
-        ids = ids_after((each.id for each in self._ledger.entries(owner) if not each.is_file), after, "batch_")
-        for identity in ids:
-            if len(found) == limit:
-                return found, True
-            with suppress(NotFoundError):  # not whole yet, or removed meanwhile
-                found.append(self.get(owner, identity))
-        return found, False
+        ids = (each.id for each in self._ledger.entries(owner) if not each.is_file)
+        return page_of(ids, after, "batch_", limit, partial(self.get, owner))
 
     def _is_whole(self, owner: str, batch_id: str) -> bool:
         return self._storage.exists(f"{_folder(owner, batch_id)}/batch")
