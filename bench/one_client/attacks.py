@@ -81,7 +81,7 @@ def beyond_the_limits(context_tokens: int) -> dict[str, Attack]:
         "a wrong item at the end of many": Attack(RESPONSES, {"input": [*USER * 1000, wrong]}),
         "wrong parts of a message": Attack(RESPONSES, {"input": [{**wrong, "content": parts * many}]}),
         "wrong tools": Attack(RESPONSES, {"input": "a", "tools": [{"type": "nobody"}] * many}),
-        "a model with slashes": Attack(TEXT, text(model="/a" * 1000)),
+        "a model with a long name": Attack(TEXT, text(model="a" * 2000)),
         "options of another type": Attack(CHAT, chat(structured_outputs=[1])),
     }
 

@@ -181,18 +181,17 @@ class Exchange:
         return True
 
     async def refuse(self, refused: SluiceError) -> None:
-        why, headers = str(refused), {}
+        why, retry_after_s = str(refused), None
         if isinstance(refused, AdmissionError):
             retry_after_s = max(1, math.ceil(refused.retry_after_s))
-            headers["Retry-After"] = str(retry_after_s)
             if retry_after_s > CLIENTS_WAIT_S:
                 why += f"; try again in {retry_after_s} s, for which clients mostly do not wait by themselves"
         response = error_response(status_of(refused), why)
-        response.headers.update(headers)
+        if retry_after_s is not None:
+            response.headers["Retry-After"] = str(retry_after_s)
         self._start, self._is_over, self._status, self._error = None, True, response.status_code, why
-        await self._send(
-            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        )
+        headers = response.raw_headers
+        await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
         await self._send({"type": "http.response.body", "body": response.body})
 
     def log(self, scope: Scope) -> None:
