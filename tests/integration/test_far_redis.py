@@ -92,6 +92,13 @@ def no_slot_is_taken(sluice: Sluice) -> bool:
     return not status["waiting"] and not any(replica["running"] for replica in status["replicas"].values())
 
 
+def no_status(sluice: Sluice) -> bytes:
+    """What is said in its place; on a busy machine at times that Redis was too slow."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        sluice.status()
+    return refused.value.read()
+
+
 def test_batches_and_stored_responses_come_through_tls(sluice: Sluice, tmp_path: Path) -> None:
     client = sluice.client()
     batch = batches.submitted(client, batches.write(tmp_path / "in.jsonl", 8))
@@ -128,8 +135,6 @@ def test_a_redis_that_shows_a_wrong_certificate_is_away_until_it_shows_the_right
     with undisturbed(sluice) as traffic:
         with line.showing(strange, instead_of=certificate):
             traffic.wait_for_whole_streams(12)
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                sluice.status()
-            assert b"Redis is not trusted" in refused.value.read()
+            wait_until(lambda: b"Redis is not trusted" in no_status(sluice), PATIENCE_S, "it says why")
         traffic.wait_for_whole_streams(12)
     wait_until(lambda: no_slot_is_taken(sluice), PATIENCE_S, "all slots are free")

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 SOON_S = 15.0
 STARTS = 4  # of Python with Ray Serve: where a new proxy actor takes longer than SOON_S, so does each of these
 STANDS_STILL_S = 20.0
+# More than without the harm, in the same minute: the machine may be at half of its speed.
 NO_CALL_TO_REDIS_S = 4.0  # where all the time that one has would be 5 s
 NO_SPANS_SENT_S = 8.0  # where a try to send them is given up after 10 s
 REACHED = {200, "ConnectError", "ReadError", "RemoteProtocolError", 503}  # what clients try again, beside answers
@@ -45,6 +46,12 @@ def another(find: Callable[[], psutil.Process | None], than: psutil.Process) -> 
 
     process: psutil.Process = wait_until(found, START_TIMEOUT_S, f"another one than {than}")
     return process
+
+
+def calm(traffic: Traffic) -> float:
+    """The seconds that nine of ten new requests take before anything happens."""
+    traffic.wait_for_whole_streams(6)
+    return traffic.nine_of_ten_s
 
 
 def soon_s() -> float:
@@ -100,14 +107,14 @@ def test_whatever_happens_to_what_redis_holds_costs_nobody_anything(
     sluice: Sluice, harm: Callable[["redis.Redis"], object]
 ) -> None:
     with redis.Redis.from_url(sluice.redis_url()) as client, undisturbed(sluice) as traffic:
-        room = client.config_get("maxmemory")["maxmemory"]
+        room, calm_s = client.config_get("maxmemory")["maxmemory"], calm(traffic)
         try:
             harm(client)
             traffic.wait_for_whole_streams(12)
         finally:
             client.config_set("maxmemory", room)
         traffic.wait_for_a_new_answer()
-    assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
+    assert traffic.nine_of_ten_s < calm_s + NO_CALL_TO_REDIS_S
 
 
 def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(sluice: Sluice) -> None:
@@ -117,13 +124,14 @@ def test_a_redis_that_stands_still_costs_new_requests_no_more_than_a_moment(slui
 def check_redis_that_stands_still(sluice: Sluice, until: Callable[[Traffic], None]) -> None:
     server = sluice.redis()
     with undisturbed(sluice) as traffic:
+        calm_s = calm(traffic)
         server.suspend()
         try:
             until(traffic)
         finally:
             server.resume()
         traffic.wait_for_whole_streams(12)
-    assert traffic.nine_of_ten_s < NO_CALL_TO_REDIS_S
+    assert traffic.nine_of_ten_s < calm_s + NO_CALL_TO_REDIS_S
 
 
 def test_a_router_that_can_open_no_file_says_so_and_loses_nothing_for_good(sluice: Sluice) -> None:
@@ -170,12 +178,13 @@ def test_a_receiver_of_traces_that_hangs_costs_nobody_anything(sluice: Sluice, r
     (log,) = sluice.logs.glob(f"worker-*-{router.pid}.err")
     told = log.read_text().count("spans are dropped")
     with undisturbed(sluice) as traffic:
+        calm_s = calm(traffic)
         with receiver.hanging():
             wait_until(lambda: log.read_text().count("spans are dropped") > told, 120, "a router gives spans up")
             traffic.wait_for_whole_streams(12)
         before = len(receiver.spans)
         wait_until(lambda: len(receiver.spans) > before, 120, "spans come again")
-    assert traffic.nine_of_ten_s < NO_SPANS_SENT_S
+    assert traffic.nine_of_ten_s < calm_s + NO_SPANS_SENT_S
 
 
 def test_the_page_shows_a_killed_replica_and_the_one_in_its_place(sluice: Sluice) -> None:

@@ -154,6 +154,8 @@ def test_64_streams_use_both_replicas_and_all_end(
 def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -> None:
     slots = sum(replica["slots"] for replica in sluice.status()["replicas"].values())
     running, queued = slots, 12
+    # Late requests leave half of the slots to others, and on a busy machine the class's targets may make them all so.
+    headers = {"X-SLO-TTFT-MS": "600000", "X-SLO-TPOT-MS": "60000"}
     took_s: list[float] = []
 
     def only_the_others_hold_slots() -> bool:
@@ -164,7 +166,7 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
 
     async def cancel_24() -> None:
         """Without the client of most tests: taking its streams to pieces keeps this process busy, and others wait."""
-        async with httpx.AsyncClient(base_url=sluice.url, timeout=180) as client:
+        async with httpx.AsyncClient(base_url=sluice.url, timeout=180, headers=headers) as client:
 
             async def run_on(number: int) -> None:
                 """Those that go on are answered in one piece: their tokens would take the time that is measured."""
@@ -293,6 +295,8 @@ def test_a_killed_router_costs_its_own_streams_alone(
 
     def kill_when_busy(enough: Event) -> None:
         wait_until(lambda: used_slots(sluice) >= 16, 120, "the replicas are busy")
+        # HAProxy sends nothing to a router whose health check failed, as on a busy machine it may.
+        wait_until(lambda: min(sluice.connections_of_routers()) >= 8, 120, "both routers have streams")
         enough.set()
         victim.kill()
 
