@@ -12,6 +12,7 @@ What is made anew at every step or for every request is a named tuple, given by 
 dataclass takes about three times as long to make.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
@@ -63,6 +64,7 @@ class RequestView(NamedTuple):
         slo_class: name of the service class, or None.
         deadline_s: when the first token is due, on the driver's clock; inf when none was promised.
         tpot_s: promised mean seconds per token after the first; inf when none were promised.
+        ends_by_s: when the last token is due, on the driver's clock; inf when none was promised.
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class RequestView(NamedTuple):
     slo_class: str | None = None
     deadline_s: float = inf
     tpot_s: float = inf
+    ends_by_s: float = inf
 
     @property
     def prefill_tokens(self) -> int:
@@ -91,6 +94,8 @@ _UNSAID: dict[str, int | float] = {
     "deadline_s": inf,
     "first_token_s": np.nan,
     "tpot_s": inf,
+    "ends_by_s": inf,
+    "tokens_per_step": 1.0,
 }
 
 
@@ -107,6 +112,8 @@ class RunningRequests:
         deadline_s: float64, shape (n,); when the first token is, or was, due; inf where none was promised.
         first_token_s: float64, shape (n,); when the first token came; NaN before.
         tpot_s: float64, shape (n,); promised mean seconds per token after the first; inf where none were promised.
+        ends_by_s: float64, shape (n,); when the last token is due; inf where none was promised.
+        tokens_per_step: float64, shape (n,); that a decode brings in the mean: more than one where drafts prove right.
     """
 
     prompt_tokens: IntArray
@@ -117,6 +124,8 @@ class RunningRequests:
     deadline_s: FloatArray
     first_token_s: FloatArray
     tpot_s: FloatArray
+    ends_by_s: FloatArray
+    tokens_per_step: FloatArray
 
     @classmethod
     def of(cls, *, prompt_tokens: ArrayLike, output_tokens: ArrayLike, **others: ArrayLike) -> Self:
@@ -165,6 +174,34 @@ class RunningRequests:
         return self.total_tokens - int(np.add.reduce(self.prefill_tokens_left))
 
 
+class Left(NamedTuple):
+    """Tokens that an answer has left.
+
+    Attributes:
+        short: one in ten of those like it has no more.
+        median: of those like it.
+        mean: of those like it.
+    """
+
+    short: float
+    median: float
+    mean: float
+
+
+class Unread(NamedTuple):
+    """Prompts whose first tokens were promised, in progress or waiting, that were not late when they were last judged.
+
+    Attributes:
+        deadline_s: when their first tokens are due, on the driver's clock, ascending.
+        tokens: of each, those that are still to be read.
+        late_tokens: unread, of all others: of late ones, and of those whose first tokens were not promised.
+    """
+
+    deadline_s: Sequence[float] = ()
+    tokens: Sequence[int] = ()
+    late_tokens: int = 0
+
+
 class BatchState(NamedTuple):
     """One engine just before a step.
 
@@ -183,6 +220,10 @@ class BatchState(NamedTuple):
             difference between two states.
         max_model_len: most tokens of one request, prompt and answer together; None when the driver does not know.
         cuts_prompts: whether a step may compute a part of a prompt (chunked prefill).
+        unread: of the whole queue, as far as it was judged; empty where a driver sorts nothing by promises.
+        in_flight: steps that were scheduled and have no result yet; their `step_s` is what they have taken so far. Of
+            requests that run, `output_tokens` counts what these make.
+        draft_tokens: drafted tokens that the next step verifies; None where nothing is drafted.
     """
 
     now_s: float
@@ -197,6 +238,9 @@ class BatchState(NamedTuple):
     departed: int
     max_model_len: int | None = None
     cuts_prompts: bool = True
+    unread: Unread = Unread()
+    in_flight: tuple["StepResult", ...] = ()
+    draft_tokens: int | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -248,12 +292,16 @@ class StepPlan(NamedTuple):
     departures: float = inf
     max_prefill_tokens: int | None = None
 
-    def budget(self, decodes: int) -> int:
-        """Most tokens of a step in which ``decodes`` requests get a token each. A request whose last token is in flight
-        gets none."""
+    def most(self, slots: int) -> int:
+        """Most requests of a batch, also after its steps. A phase of prompts names those of one refill."""
+        return slots if self.phase is Phase.PREFILL else min(self.max_batch_size, slots)
+
+    def budget(self, decodes: int, drafts: int = 0) -> int:
+        """Most tokens of a step in which ``decodes`` requests get a token each, and so many drafted ones together. A
+        request whose last token is in flight gets none."""
         if self.max_prefill_tokens is None or not decodes:
             return self.max_batch_tokens
-        return min(self.max_batch_tokens, decodes + self.max_prefill_tokens)
+        return min(self.max_batch_tokens, decodes + drafts + self.max_prefill_tokens)
 
 
 class FinishedRequest(NamedTuple):
@@ -283,13 +331,15 @@ class StepResult(NamedTuple):
         phase: the phase of its plan.
         prefill_tokens: prompt tokens computed.
         prefill_requests: requests whose prompts they belong to.
-        decode_requests: requests that decoded one token each.
+        decode_requests: requests that decoded: one token each, and those of their drafts that proved right.
         kv_tokens: tokens of context that the decoding requests read, summed over them.
         max_batch_size: the limit on running requests in force.
         running_count: running requests, after requests have started.
         waiting_count: waiting requests, after requests have started.
         preempted: requests that were preempted in this step: their KV is lost.
         prefill_kv_tokens: tokens of context that the prompt tokens read, summed over them (`chunk_kv_tokens`).
+        draft_tokens: drafted tokens of the decoding requests that it computed.
+        accepted_tokens: of these, those that proved right.
         finished: requests that ended with this step.
     """
 
@@ -305,11 +355,18 @@ class StepResult(NamedTuple):
     waiting_count: int
     preempted: int = 0
     prefill_kv_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     finished: tuple[FinishedRequest, ...] = ()
 
     @property
+    def decode_tokens(self) -> int:
+        """Tokens that it computed for requests that decode."""
+        return self.decode_requests + self.draft_tokens
+
+    @property
     def scheduled_tokens(self) -> int:
-        return self.prefill_tokens + self.decode_requests
+        return self.prefill_tokens + self.decode_tokens
 
     @property
     def tells_time(self) -> bool:
@@ -328,6 +385,20 @@ class BatchPolicy(Protocol):
         """Take note of one executed step; called once per step, in order."""
 
 
+class Foreseen(Protocol):
+    """What a batch policy knows of whole answers that are due by a time (``policies.engine.answers``)."""
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of an answer, in steps in which requests decode, in the mean; 0 while it is not known."""
+
+    def left(self, class_index: int, predicted_output_tokens: float | None, made: int = 0) -> Left:
+        """Tokens that an answer has left that has made so many."""
+
+    def come(self, arrival_s: float, ends_by_s: float, unread_tokens: int, left: Left) -> None:
+        """A request has come whose last token is due by then."""
+
+
 @runtime_checkable
 class Paced(Protocol):
     """A batch policy that knows how long reading prompts takes. A driver then sorts its queue by promises."""
@@ -335,6 +406,23 @@ class Paced(Protocol):
     @property
     def seconds_per_prompt_token(self) -> float | None:
         """Mean seconds, with the decodes of the same steps; None while it is not known."""
+
+    @property
+    def answers(self) -> "Foreseen":
+        """Whole answers that are due by a time."""
+
+    def answer_price(self, context_tokens: float) -> float:
+        """What a token of an answer takes of the engine, in tokens of a prompt, at this context; 0 while it is not
+        known."""
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A batch policy that knows what decodes cost. A driver then takes as many drafted tokens as are worth it."""
+
+    def decode_price(self, kv_tokens: float) -> tuple[float, float] | None:
+        """Seconds of a step of decodes besides their tokens, at that context in sum, and of each token of theirs,
+        drafted or not; None while not known."""
 
 
 @runtime_checkable
@@ -361,6 +449,8 @@ class StepCoefficients:
     (`chunk_kv_tokens`): attention is linear in the context of each token. The last term is what makes the
     cost per token quadratic in the decode share r = D/(P+D): per token it is prefill_s*(1-r) + decode_s*r +
     interference_s*r*(1-r), the a + b*r + c*r^2 of 003's profiles. It is 0 for a pure prefill or a pure decode step.
+    Where a decode takes drafted tokens into the step, ``decode_tokens`` with them, the last term counts all of these;
+    ``decode_s`` is of the whole decode.
 
     Raises:
         ConfigError: a coefficient is negative or not finite (interference_s may be negative).
@@ -372,6 +462,7 @@ class StepCoefficients:
     kv_s: float = 0.0
     interference_s: float = 0.0
     prefill_kv_s: float = 0.0
+    decode_tokens: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("overhead_s", "prefill_s", "decode_s", "kv_s", "prefill_kv_s"):
@@ -389,8 +480,9 @@ class StepCoefficients:
         kv_tokens: float = 0.0,
         prefill_kv_tokens: float = 0.0,
     ) -> float:
-        tokens = prefill_tokens + decode_requests
-        mixing = prefill_tokens * decode_requests / tokens if tokens else 0.0
+        decode_tokens = self.decode_tokens * decode_requests
+        tokens = prefill_tokens + decode_tokens
+        mixing = prefill_tokens * decode_tokens / tokens if tokens else 0.0
         return (
             self.overhead_s
             + self.prefill_s * prefill_tokens

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Literal
 
 from policies.checks import require_at_least, require_one_of
+from policies.engine.answers import Answers
 from policies.engine.exclusive import ExclusiveMixed, ExclusiveMixedConfig
 from policies.engine.forecast import ForecastAdmission, ForecastAdmissionConfig
 from policies.engine.plans import joined, narrowed_by, out_of_reach
@@ -19,6 +20,7 @@ from policies.engine.step_budget import StepBudget
 from policies.engine.step_time import StepTimeConfig
 from policies.engine.stock import Stock
 from policies.errors import ConfigError
+from policies.lengths.remaining import RemainingTokens
 from policies.lengths.statistics import SurvivalLaw
 from policies.types import BatchPolicy, BatchState, StepPlan, StepResult, StepTimes
 
@@ -75,6 +77,7 @@ class Auto:
     Attributes:
         admission: what memory allows.
         latency: what promised times per token allow.
+        answers: what whole answers that are due by a time have left.
         phases: exclusive or mixed; its model of step times and its lengths are what others ask for.
     """
 
@@ -95,6 +98,7 @@ class Auto:
         self.config: AutoConfig = config
         self.phases: ExclusiveMixed = self._phases(learned.phases if learned else None)
         self.admission: BatchPolicy = self._admission(learned.admission if learned else None, known_as)
+        self.answers: Answers = self._answers(learned, known_as)
         self.latency: BatchPolicy = self._latency()
 
     def _phases(self, learned: ExclusiveMixed | None) -> ExclusiveMixed:
@@ -108,7 +112,14 @@ class Auto:
         return ForecastAdmission(self.config.forecast(), known, known_as=known_as, step_times=step_times)
 
     def _latency(self) -> BatchPolicy:
-        return StepBudget(self.phases.model.times)
+        return StepBudget(self.phases.model.times, self.answers)
+
+    def _answers(self, learned: "Auto | None", known_as: Sequence[int | None] | None) -> Answers:
+        if learned is None:
+            return Answers(RemainingTokens(self.config.classes, speculates=self.config.speculates))
+        if known_as is not None:
+            learned.answers.remaining.rearrange(known_as)
+        return learned.answers
 
     @property
     def law(self) -> SurvivalLaw | None:
@@ -129,6 +140,28 @@ class Auto:
     def seconds_per_prompt_token(self) -> float | None:
         """Seconds of reading one prompt token, decodes in between included; None while not known."""
         return self.latency.seconds_per_token if isinstance(self.latency, StepBudget) else None
+
+    def decode_price(self, kv_tokens: float) -> tuple[float, float] | None:
+        """Seconds of a step of decodes besides their tokens, at that context in sum, and of each token of theirs,
+        drafted or not; None while not known."""
+        if (times := self.phases.model.times()) is None:
+            return None
+        decode = times.decode
+        return decode.overhead_s + decode.kv_s * kv_tokens, decode.decode_s / decode.decode_tokens
+
+    def answer_price(self, context_tokens: float) -> float:
+        """As of ``Paced``."""
+        return self.latency.answer_price(context_tokens) if isinstance(self.latency, StepBudget) else 0.0
+
+    @property
+    def believed_step_s(self) -> float | None:
+        """Seconds that the step observed last was planned to take; None where nothing was believed of it."""
+        return self.latency.believed_step_s if isinstance(self.latency, StepBudget) else None
+
+    @property
+    def step_errors(self) -> dict[str, Any]:
+        """Of steps beside promises: shares by which they took longer than predicted, and what is added for it."""
+        return self.latency.told_errors() if isinstance(self.latency, StepBudget) else {}
 
     @property
     def out_of_reach(self) -> str | None:

@@ -1,48 +1,73 @@
 """What a step may hold so that promised times per token are kept: prompt tokens, and requests.
 
 Source: 001's b = min(b_mem, b_SLA) and its prefill-decode fusion, by the model of step times in place of a search: a
-step's length is a budget. What decodes leave of the strictest promise that can still be kept goes to prompts. Nothing
-is banked for later and no gaps are capped besides: neither gave more requests in time.
+step's length is a budget. What decodes leave of the promises that can still be kept goes to prompts. A promise is on
+the mean of an answer, so each request has an account: what its steps have taken too much is paid back, and what they
+have left is spent where prompts are read in one step of several (``policies.engine.cycles``).
 
-Steps that are believed a fifth too short cost a fifth of the requests in time, a quarter too long hardly any. So
-predictions are lengthened by what they fell short of lately.
+Steps that are believed too short cost promises, steps that are believed too long hardly any. So predictions are
+lengthened by what they fell short of lately.
 """
 
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from math import floor, inf
+from typing import Any
 
 import numpy as np
 
+from policies.engine.answers import Answers
+from policies.engine.cycles import best_cycle
 from policies.engine.lateness import running_late
 from policies.engine.plans import STANDING_STEPS, capped_plan
-from policies.types import BatchState, BoolArray, FloatArray, Limit, StepPlan, StepResult, StepTimes, chunk_kv_tokens
+from policies.lengths.remaining import RemainingTokens
+from policies.types import (
+    BatchState,
+    BoolArray,
+    FloatArray,
+    Limit,
+    RunningRequests,
+    StepPlan,
+    StepResult,
+    StepTimes,
+    chunk_kv_tokens,
+)
 
 # Steps whose errors make the margin: a second or two of an engine with promises.
 _ERROR_STEPS = 64
 # Steps behind a queue that make the pace of reading: with 128 the requests in time were the same within half a point.
 _PACE_STEPS = 32
-# Of those errors, the one that counts, and the most that is believed of it.
-_ERROR_QUANTILE, _MOST_MARGIN = 0.75, 0.25
+_ERROR_QUANTILE = 0.75  # of those errors, the one that counts
+_TOLD_QUANTILES = (0.5, _ERROR_QUANTILE, 0.9)
 # A promise that decodes alone break by more than this binds no step until they keep it again: to read nothing for its
 # sake would help no request. The band keeps it from coming and going.
 _BROKEN = 1.05
 # Least tokens that a step reads of a prompt in progress: its blocks are held in vain until it has been read.
 _LEAST_PROMPT_TOKENS = 16
+# Of what a step that reads may take, the share of which it makes do, for predictions err.
+_FULL_ENOUGH = 0.98
 
 
 class StepBudget:
-    """Bounds steps by the strictest time per token that was promised to a running request and can still be kept."""
+    """Bounds steps by the strictest time per token that was promised to a running request and can still be kept.
 
-    def __init__(self, times: Callable[[], StepTimes | None]) -> None:
+    Attributes:
+        answers: whole answers by a time.
+        strictest_s: the time per token that binds; inf where none does.
+    """
+
+    def __init__(self, times: Callable[[], StepTimes | None], answers: Answers | None = None) -> None:
         """times: as learned so far; None while nothing is known."""
         self._times = times
+        self.answers = answers or Answers(RemainingTokens())
         self._errors: deque[float] = deque(maxlen=_ERROR_STEPS)
         self._broken_s = 0.0  # promises up to here are given up
         self._planned_token_s: float | None = None
         self._read: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)  # seconds, prompt tokens
-        self.strictest_s: float = inf  # what binds
+        self.strictest_s: float = inf
+        self.believed_step_s: float | None = None  # the step observed last, with its margin
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -57,10 +82,18 @@ class StepBudget:
     @property
     def margin(self) -> float:
         """Share by which predictions are lengthened."""
-        if not self._errors:
-            return 0.0
+        return max(0.0, self._error(_ERROR_QUANTILE)) if self._errors else 0.0
+
+    def _error(self, quantile: float) -> float:
         errors = sorted(self._errors)
-        return min(max(0.0, errors[floor(_ERROR_QUANTILE * (len(errors) - 1))]), _MOST_MARGIN)
+        return errors[floor(quantile * (len(errors) - 1))]
+
+    def told_errors(self) -> dict[str, Any]:
+        """The margin, and percentiles of the errors behind it; nothing before the first."""
+        if not self._errors:
+            return {}
+        errors = {f"p{100 * each:g}": self._error(each) for each in _TOLD_QUANTILES}
+        return {"step_margin": self.margin, "step_errors": errors}
 
     def plan(self, state: BatchState) -> StepPlan:
         times = self._times()
@@ -68,16 +101,19 @@ class StepBudget:
             return capped_plan(state, state.slots, Limit.SLOTS)
         running = state.running
         decoding = running.prefill_tokens_left == 0
-        decodes = state.running_count - state.prefilling_count
+        decodes = _decodes(state.running_count - state.prefilling_count, state.draft_tokens, times)
         context = int(running.prompt_tokens[decoding].sum() + running.output_tokens[decoding].sum())
         longer = 1.0 + self.margin
         alone_s = longer * times.decode.step_s(decode_requests=decodes, kv_tokens=context) if decodes else 0.0
-        promises = self._promises_s(state, decoding, alone_s)
-        self.strictest_s = self._kept(promises, alone_s)
-        promised = bool(np.isfinite(running.tpot_s).any()) or any(one.tpot_s < inf for one in state.waiting[:1])
+        begins_s = state.now_s + _in_flight_s(state, times, longer)
+        promises, accounts = self._promises_s(state, decoding, begins_s, alone_s)
+        kept = self._kept(promises, alone_s)
+        answers_due = self.answers.look_at(running)
+        promised = answers_due or bool(np.isfinite(running.tpot_s).any())
+        promised |= any(min(one.tpot_s, one.ends_by_s) < inf for one in state.waiting[:1])
         # A request that gets its first token in this step binds the next one.
         steps = 1 if promised and (state.prefilling_count or state.waiting_count) else STANDING_STEPS
-        head_s = state.waiting[0].tpot_s if state.waiting else inf
+        head_s = state.waiting[0].tpot_s * _mean_tokens(running) if state.waiting else inf
         size = self._size(times, state, min(float(promises.min(initial=inf)), head_s) / longer)
         left, computed = _next_prompt(state)
 
@@ -91,28 +127,74 @@ class StepBudget:
             )
 
         full = state.max_batch_tokens
+        answers_s = self.answers.step_s(state.now_s, times, longer * step_s(full)) if answers_due else inf
+        self.strictest_s = float(min(promises[kept].min(initial=inf), answers_s))
         if self.strictest_s == inf:
             self._planned_token_s = longer * step_s(full) / full
             return capped_plan(state, size, Limit.SLA if size < state.slots else Limit.SLOTS, steps=steps)
-        tokens = bisect_right(range(1, full + 1), self.strictest_s / longer, key=step_s)
-        if state.prefilling_count or not state.cuts_prompts:
-            tokens = max(tokens, _LEAST_PROMPT_TOKENS)
-        self._planned_token_s = self.strictest_s / max(tokens, _LEAST_PROMPT_TOKENS)
+
+        def fits(within_s: float, grain: int = 1) -> int:
+            within_s = min(within_s, answers_s) / longer
+            return grain * bisect_right(range(grain, full + 1, grain), within_s, key=step_s)
+
+        tokens = self._readable(state, begins_s, alone_s, float(accounts[kept].min(initial=inf)), fits)
         plan = capped_plan(state, size, Limit.SLA, steps=steps)
         return plan._replace(max_prefill_tokens=tokens)
 
-    def _promises_s(self, state: BatchState, decoding: BoolArray, alone_s: float) -> FloatArray:
-        """Times per token promised to requests that decode and are not late, shape (promises,)."""
-        kept = decoding & np.isfinite(state.running.tpot_s)
-        if kept.any():
-            kept &= ~running_late(state.running, state.now_s, alone_s)
-        return np.asarray(state.running.tpot_s[kept])
+    def _readable(
+        self, state: BatchState, begins_s: float, alone_s: float, allowed_s: float, fits: Callable[..., int]
+    ) -> int:
+        """Prompt tokens of the next step.
 
-    def _kept(self, promises_s: FloatArray, alone_s: float) -> float:
-        """The shortest of these that decodes alone do not break; inf where there is none."""
+        Args:
+            begins_s: when it does.
+            allowed_s: what it may take by the accounts of those that decode.
+            fits: as of ``best_cycle``, in grains of so many tokens.
+        """
+        cycle = best_cycle(
+            state.unread,
+            begins_s,
+            promised_s=self.strictest_s,
+            alone_s=alone_s,
+            fits=partial(fits, grain=_LEAST_PROMPT_TOKENS),
+            least_tokens=_LEAST_PROMPT_TOKENS,
+        )
+        self._planned_token_s = cycle.seconds_per_token
+        if cycle.steps == 1:  # longer steps would gain nothing
+            allowed_s = min(allowed_s, self.strictest_s)
+        tokens = fits(allowed_s)
+        wanted = cycle.in_time_tokens or state.unread.late_tokens
+        if cycle.steps > 1 and allowed_s < _FULL_ENOUGH * cycle.longest_s and tokens < wanted:
+            return 0
+        return max(tokens, _LEAST_PROMPT_TOKENS) if state.prefilling_count or not state.cuts_prompts else tokens
+
+    def answer_price(self, context_tokens: float) -> float:
+        """What a token of an answer takes of the engine beside others, in tokens of a prompt; 0 while not known."""
+        times = self._times()
+        if times is None or times.mixed.prefill_s <= 0.0:
+            return 0.0
+        return (times.mixed.decode_s + times.mixed.kv_s * context_tokens) / times.mixed.prefill_s
+
+    def _promises_s(
+        self, state: BatchState, decoding: BoolArray, begins_s: float, alone_s: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """Of requests that decode and are not late: what the promised time per token leaves to a step in the mean, and
+        to the next one so that the mean so far keeps it; both of shape (promises,)."""
+        running = state.running
+        kept = decoding & np.isfinite(running.tpot_s)
+        if kept.any():
+            kept &= ~running_late(running, begins_s, alone_s)
+        per_token_s = running.tpot_s[kept]
+        promises_s = np.asarray(per_token_s * running.tokens_per_step[kept])
+        elapsed_s = np.fmax(begins_s - running.first_token_s[kept], 0.0)
+        made = np.maximum(running.output_tokens[kept], 1) - 1
+        return promises_s, np.asarray(per_token_s * made + promises_s - elapsed_s)
+
+    def _kept(self, promises_s: FloatArray, alone_s: float) -> BoolArray:
+        """Which of these decodes alone do not break."""
         broken = (promises_s * _BROKEN < alone_s) | ((promises_s <= self._broken_s) & (promises_s < alone_s))
         self._broken_s = float(promises_s[broken].max(initial=0.0))
-        return float(promises_s[~broken].min(initial=inf))
+        return np.asarray(~broken)
 
     def _size(self, times: StepTimes, state: BatchState, target_s: float) -> int:
         """Most requests whose step of decodes stays within the target.
@@ -129,20 +211,49 @@ class StepBudget:
         return floor(left_s / each_s)
 
     def observe(self, result: StepResult) -> None:
+        self.answers.observe(result)
         if not result.waiting_count and result.running_count < result.max_batch_size:
             self._read.clear()
         elif result.tells_time:
             self._read.append((result.step_s, result.prefill_tokens))
-        if not result.decode_requests or not result.tells_time or (times := self._times()) is None:
+        if not result.tells_time or (times := self._times()) is None:
+            self.believed_step_s = None
             return
         predicted_s = times.step_s(
             prefill_tokens=result.prefill_tokens,
-            decode_requests=result.decode_requests,
+            decode_requests=_decodes(result.decode_requests, result.draft_tokens, times),
             kv_tokens=result.kv_tokens,
             prefill_kv_tokens=result.prefill_kv_tokens,
         )
-        if predicted_s > 0.0:
+        self.believed_step_s = (1.0 + self.margin) * predicted_s
+        if result.decode_requests and predicted_s > 0.0:
             self._errors.append(result.step_s / predicted_s - 1.0)
+
+
+def _decodes(requests: int, draft_tokens: int | None, times: StepTimes) -> float:
+    """As many decodes with the mean of drafted tokens as take the time of these."""
+    return requests if draft_tokens is None else (requests + draft_tokens) / times.decode.decode_tokens
+
+
+def _mean_tokens(running: RunningRequests) -> float:
+    """That a decode brings."""
+    return float(running.tokens_per_step.mean()) if len(running) else 1.0
+
+
+def _in_flight_s(state: BatchState, times: StepTimes, longer: float) -> float:
+    """Seconds that steps in flight take yet; their tokens are made, as far as the state shows."""
+    left_s = (
+        longer
+        * times.step_s(
+            prefill_tokens=one.prefill_tokens,
+            decode_requests=_decodes(one.decode_requests, one.draft_tokens, times),
+            kv_tokens=one.kv_tokens,
+            prefill_kv_tokens=one.prefill_kv_tokens,
+        )
+        - one.step_s
+        for one in state.in_flight
+    )
+    return sum(max(0.0, each) for each in left_s)
 
 
 def _next_prompt(state: BatchState) -> tuple[int, int]:

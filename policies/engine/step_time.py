@@ -8,6 +8,7 @@ Source: 003's T_iter = alpha + beta * tokens. Departures:
   exclusive batching at longer ones (ERRATA 3.13).
 * So has the context that chunks of prompts read: far into a long prompt a token costs several times the first.
 * A pure prefill right after decodes also pays for the switch; that cost lands in the prefill form's overhead.
+* Decodes are counted by their tokens, drafted ones too; what is told is the time of a decode with its drafts.
 
 The fit is recursive least squares with exponential forgetting in information form: the sums X'X and X'y decay, a prior
 does not, so nothing blows up while a steady load excites no direction. Errors are relative, because the spread of a
@@ -17,7 +18,7 @@ while a lasting shift moves the median and is followed.
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,6 +50,7 @@ _COLUMNS = {
     Phase.DECODE: ("overhead_s", "decode_s", "kv_s"),
     Phase.MIXED: ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s", "prefill_kv_s"),
 }
+_TOKENS_MEMORY = 0.02  # of the newest step, in the tokens of a decode
 # Typical sizes, so that the columns of a fit are of one magnitude.
 _SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2, "prefill_kv_s": 1e7}
 
@@ -183,10 +185,15 @@ class _Form:
 
 
 class StepTimeModel:
-    """Step times of one engine: a prior, what was observed, or both. Memory does not grow."""
+    """Step times of one engine: a prior, what was observed, or both. Memory does not grow.
+
+    Attributes:
+        tokens_per_decode: that a decode takes into a step in the mean, drafts included.
+    """
 
     def __init__(self, config: StepTimeConfig | None = None) -> None:
         self.config = config or StepTimeConfig()
+        self.tokens_per_decode = 1.0
         prior = self.config.prior
         self._forms = {
             phase: _Form(phase, getattr(prior, phase.value) if prior else None, self.config) for phase in Phase
@@ -198,6 +205,9 @@ class StepTimeModel:
             return
         kind, row = _row(result)
         self._forms[kind].add(row, result.step_s)
+        if result.draft_tokens or self.tokens_per_decode != 1.0 and result.decode_requests:
+            now = result.decode_tokens / result.decode_requests
+            self.tokens_per_decode += _TOKENS_MEMORY * (now - self.tokens_per_decode)
 
     def measured(self, kind: Phase) -> bool:
         """Whether it has seen enough steps that held only prefill, only decodes, or both."""
@@ -218,12 +228,23 @@ class StepTimeModel:
         prior = self.config.prior
         if prior:
             known = {phase: known.get(phase, getattr(prior, phase.value)) for phase in Phase}
-        return _complete(known) if known else None
+        if not known:
+            return None
+        times = _complete(known)
+        return times if self.tokens_per_decode == 1.0 else _of_decodes(times, self.tokens_per_decode)
+
+
+def _of_decodes(times: StepTimes, tokens: float) -> StepTimes:
+    """Of decodes that take so many tokens each."""
+    decode, mixed = (
+        replace(form, decode_s=tokens * form.decode_s, decode_tokens=tokens) for form in (times.decode, times.mixed)
+    )
+    return StepTimes(prefill=times.prefill, decode=decode, mixed=mixed)
 
 
 def _row(result: StepResult) -> tuple[Phase, tuple[float, ...]]:
     """What kind of step it was, and its row in that kind's form."""
-    p, d, kv = float(result.prefill_tokens), float(result.decode_requests), float(result.kv_tokens)
+    p, d, kv = float(result.prefill_tokens), float(result.decode_tokens), float(result.kv_tokens)
     read = float(result.prefill_kv_tokens)
     if not d:
         return Phase.PREFILL, (1.0, p, read)

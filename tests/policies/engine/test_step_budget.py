@@ -9,6 +9,7 @@ from policies.engine.auto import Auto, AutoConfig
 from policies.engine.step_budget import StepBudget
 from policies.types import (
     BatchState,
+    Left,
     Limit,
     Phase,
     RequestView,
@@ -16,6 +17,7 @@ from policies.types import (
     StepCoefficients,
     StepResult,
     StepTimes,
+    Unread,
 )
 from tests.policies.states import queue_of, result_of, state_of
 
@@ -50,6 +52,54 @@ def test_prompts_get_what_decodes_leave_of_the_strictest_promise() -> None:
     # 20 ms less 5 ms and three decodes of 0.1 ms.
     assert plan.max_prefill_tokens == pytest.approx(1470, abs=1)
     assert (plan.limited_by, plan.max_batch_size) == (Limit.SLA, 150)
+
+
+def test_what_steps_have_overdrawn_is_paid_back() -> None:
+    # A hundred tokens at 20 ms may take 2 s; 5 ms of them are left for this step, or it is over.
+    for elapsed_s, tokens in ((1.985, 980), (1.99, 480), (2.01, 0)):
+        plan = budget().plan(state(0.1, 0.02, first_token_s=1.0 - elapsed_s))
+        assert plan.max_prefill_tokens == pytest.approx(tokens, abs=2)
+
+
+def test_a_step_in_flight_is_paid_for_before_the_next_one() -> None:
+    # 15 ms are left for both; the one in flight takes 6 ms, of which 2 ms are over.
+    before = state(0.1, 0.02, first_token_s=1.0 - 1.985)
+    for so_far_s, tokens in ((0.002, 580), (0.006, 980), (0.05, 980)):
+        plan = budget().plan(before._replace(in_flight=(result(so_far_s),)))
+        assert plan.max_prefill_tokens == pytest.approx(tokens, abs=2)
+
+
+def test_what_steps_have_left_is_spent_where_more_are_in_time_by_it() -> None:
+    mixed = replace(FORM, overhead_s=0.013)
+    many = Unread([1.3] * 10, [1500] * 10)
+
+    def tokens(unread: Unread, first_token_s: float) -> int:
+        policy = StepBudget(lambda: StepTimes(prefill=FORM, decode=FORM, mixed=mixed))
+        return policy.plan(state(0.02, first_token_s=first_token_s)._replace(unread=unread)).max_prefill_tokens or 0
+
+    assert tokens(Unread(), 0.5) == pytest.approx(690, abs=1)  # 20 ms less 13 ms and a decode
+    assert tokens(many, 0.5) > 8_000, "a hundred tokens in half a second"
+    assert tokens(many, -0.975) == 0, "25 ms: it saves up"
+    unpromised = Unread(late_tokens=15_000)
+    assert tokens(unpromised, 0.5) > 8_000
+    assert tokens(unpromised, -0.975) == 0, "in parts each would pay for mixing"
+
+
+def test_beside_whole_answers_every_step_reads_as_much_as_they_allow() -> None:
+    """They save nothing up: to wait for more than a step of theirs would be to wait until all of them have ended."""
+    mixed = replace(FORM, overhead_s=0.013)
+    policy = StepBudget(lambda: StepTimes(prefill=FORM, decode=FORM, mixed=mixed))
+    for n in range(256):
+        policy.answers.come(n / 200, n / 200 + 8.0, 400, Left(250.0, 250.0, 250.0))
+    running = RunningRequests.of(
+        prompt_tokens=[100] * 10, output_tokens=[10] * 10, ends_by_s=[9.0] * 10, predicted_output_tokens=[250.0] * 10
+    )
+    waiting = state_of(now_s=1.28, running=running, waiting=queue_of(9, deadline_s=8.0, ends_by_s=9.0))
+    plan = policy.plan(waiting._replace(unread=Unread([9.0] * 10, [1500] * 10, late_tokens=50_000)))
+    assert 0.013 < policy.strictest_s < TIMES.step_s(prefill_tokens=8192)
+    assert plan.max_prefill_tokens is not None
+    read_s = mixed.step_s(prefill_tokens=plan.max_prefill_tokens, decode_requests=10)
+    assert read_s == pytest.approx(policy.strictest_s, rel=0.01)
 
 
 def test_nothing_is_bound_without_a_promise_while_nobody_decodes_or_for_who_is_late() -> None:
@@ -139,8 +189,8 @@ def test_predictions_are_lengthened_by_what_they_fell_short_of() -> None:
     assert policy.margin == pytest.approx(0.1, abs=0.01)
     assert (policy.plan(state(0.02)).max_prefill_tokens or 0) < 1350
     for _ in range(64):
-        policy.observe(result(0.06))
-    assert policy.margin == 0.25
+        policy.observe(result(0.012))
+    assert policy.margin == pytest.approx(1.0), "however long they are"
     for _ in range(64):
         policy.observe(result(0.003))
     assert policy.margin == 0.0

@@ -267,3 +267,24 @@ def test_a_mixed_step_is_never_shorter_than_its_decodes_alone() -> None:
     )
     assert times.step_s(prefill_tokens=20, decode_requests=30) == times.step_s(decode_requests=30)
     assert times.step_s(prefill_tokens=2000, decode_requests=30) > 1.0
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3])
+def test_decodes_are_counted_with_their_drafts_and_told_as_one(drafts: int) -> None:
+    model, rng = StepTimeModel(), np.random.default_rng(3)
+    for _ in range(2000):
+        prefill, decodes = int(rng.integers(0, 2) * rng.integers(20, 2000)), int(rng.integers(1, 200))
+        tokens = (1 + drafts) * decodes
+        law = TRUE.mixed if prefill else TRUE.decode
+        step_s = law.step_s(prefill_tokens=prefill, decode_requests=tokens, kv_tokens=500 * decodes)
+        result = make_result(step_s, prefill, decodes, 500 * decodes)
+        model.observe(result._replace(draft_tokens=drafts * decodes))
+    times = model.times()
+    assert times is not None
+    assert model.tokens_per_decode == pytest.approx(1 + drafts, rel=1e-6)
+    for prefill in (0, 30, 1500):
+        for decodes in (4, 150):
+            said = times.step_s(prefill_tokens=prefill, decode_requests=decodes, kv_tokens=500 * decodes)
+            law = TRUE.mixed if prefill else TRUE.decode
+            true = law.step_s(prefill_tokens=prefill, decode_requests=(1 + drafts) * decodes, kv_tokens=500 * decodes)
+            assert said == pytest.approx(true, rel=0.02)
