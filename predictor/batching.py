@@ -5,8 +5,9 @@ for company when it was idle. Callers have deadlines and something else to turn 
 everybody late: the newest prompts go first, what has waited for max_age_s is given up, and what comes beyond
 max_waiting is refused at once.
 
-The budget follows the machine: a batch longer than half of max_age_s makes nearly all in it late, for most came while
-the one before was running. It shrinks after each such batch, and grows after full ones that were quick.
+The budget follows the machine: a batch of half of its callers' time makes nearly all in it late, for most came while
+the one before was running. It shrinks after each batch longer than max_batch_s, and grows after full ones that were
+quick.
 """
 
 import asyncio
@@ -27,20 +28,22 @@ SHRINKS, GROWS = 0.8, 1.1  # one late batch costs more than two that were smalle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
-    """Attributes: tokens and seconds that a batch is gathered for; how long and how many prompts may wait; scores kept.
+    """Attributes: tokens and seconds that a batch is gathered for; how long one may take; how long and how many prompts
+    may wait; scores kept.
 
     max_batch_tokens bounds the budget, which begins at FIRST_BATCH_TOKENS if that is less.
     """
 
     max_batch_tokens: int = 4096
     max_wait_s: float = 0.002
+    max_batch_s: float = 0.0075
     max_age_s: float = 0.015
     max_waiting: int = 256
     cache_entries: int = 8192
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "max_batch_tokens", "max_waiting")
-        require_at_least(0, self, "max_wait_s", "max_age_s", "cache_entries")
+        require_at_least(0, self, "max_wait_s", "max_batch_s", "max_age_s", "cache_entries")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +152,7 @@ class Batcher:
 
     def _follow(self, batch_s: float) -> None:
         """Let the budget follow what a batch took; one that left none waiting says nothing about larger ones."""
-        if batch_s > 0.5 * self._config.max_age_s:
+        if batch_s > self._config.max_batch_s:
             self._budget_tokens = max(min(LEAST_BATCH_TOKENS, self._budget_tokens), SHRINKS * self._budget_tokens)
         elif self._waiting:
             self._budget_tokens = min(float(self._config.max_batch_tokens), GROWS * self._budget_tokens)

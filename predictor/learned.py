@@ -20,6 +20,7 @@ from hashlib import blake2b
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from policies.lengths.drift import Accuracy, DriftConfig, DriftSwitch, Judged
+from policies.router.promise import NO_PROMISE, Promise
 from predictor.asking import Asking
 from predictor.base import LengthPrediction
 from predictor.calibration import HIGH, LOW, Calibrator, Curve
@@ -125,9 +126,9 @@ class LearnedPredictor:
         self._learned: Kept[tuple[str, str], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.drift))
         self._hints: Kept[tuple[str, Source], DriftSwitch] = Kept(MAX_SWITCHES, lambda: DriftSwitch(chosen.hints))
 
-    async def foresee(self, question: Question) -> Foresight:
+    async def foresee(self, question: Question, promise: Promise = NO_PROMISE) -> Foresight:
         """Takes the asking's deadline at most."""
-        score = await self.asking.score(question.prompt)
+        score = await self.asking.score(question.prompt, promise)
         learned = None if score is None else self._curve(question).predict(score)
         prediction, source = self._believed(question, learned)
         return Foresight(question=question, prediction=prediction, source=source, score=score, learned=learned)

@@ -88,6 +88,8 @@ class Accounting:
             entry.trail.left(now_s)
         if outcome in WHOLE:
             entry.metrics.e2e_s.observe(now_s - entry.timing.received_s)
+            if entry.timing.promise.tpot_s is not None and (gap_s := entry.timing.gap_s) is not None:
+                entry.metrics.promise_gap_s.observe(gap_s)
         self._note_recent(entry, outcome)
         self._note_usage(entry)
         self._settle(entry)

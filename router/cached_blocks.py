@@ -1,19 +1,21 @@
 """Which blocks of prompts the engines' prefix caches hold, as the engines tell it.
 
-An engine names a block by a hash of its tokens and of all before it. Of a hash 8 bytes travel and are kept: two blocks
-that share them cost a wrong guess of a hit and never a wrong answer, because the engine itself looks up whole hashes;
-with a million blocks about one look-up in 2e13 meets such a pair. Bytes are in the machine's order: routers and
-replicas run on little-endian machines.
+An engine names a block by a hash of its tokens and of all before it, and keeps it for each group of layers; blocks of
+the first group have the hash itself as their name, those of others the hash with a mark of the group. Of a hash 8 bytes
+travel and are kept: two blocks that share them cost a wrong guess of a hit and never a wrong answer, because the engine
+itself looks up whole hashes; with a million blocks about one look-up in 2e13 meets such a pair. Bytes are in the
+machine's order: routers and replicas run on little-endian machines.
 """
 
 import logging
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import islice, takewhile
 
 import msgspec
 
+from policies.router.cached_prefix import LayerGroup, longest_hit
 from router.clock import Clock
 from router.metrics import RouterMetrics
 
@@ -26,6 +28,7 @@ HASH_BYTES = 8
 INT_BYTES = 48  # of a Python integer that holds one, as its allocator rounds up
 PIECE_BYTES = 1 << 19  # of hashes in one frame: applying it takes a router some milliseconds
 ON_THE_WAY_S = 2.0  # about what a prompt waits in an engine, and a report takes
+_MARK = 0x9E3779B97F4A7C15  # odd, and its bits look like chance
 
 
 class BlockHashing(msgspec.Struct, frozen=True):
@@ -36,12 +39,21 @@ class BlockHashing(msgspec.Struct, frozen=True):
         algorithm: vLLM's name of it.
         root: the hash before the first block.
         dropped_blocks: of a hit, at its end, which the engine computes again all the same.
+        aligned_blocks: hits are a multiple of so many.
+        groups: of layers, those with full attention first.
     """
 
     block_tokens: int
     algorithm: str
     root: bytes
     dropped_blocks: int = 0
+    aligned_blocks: int = 1
+    groups: tuple[LayerGroup, ...] = (LayerGroup(),)
+
+
+def group_mark(group_id: int) -> int:
+    """What tells the blocks of a group of layers from those of others: their names differ in these bits."""
+    return group_id * _MARK % (1 << 8 * HASH_BYTES)
 
 
 class BlockChanges(msgspec.Struct):
@@ -110,22 +122,53 @@ class _Replica:
         self._forget_old(now_s)
         self._sent.update(blocks)
 
-    def leading(self, blocks: Sequence[int], now_s: float) -> int:
-        """How many of the first ones it has without a gap."""
+    def cached(self, prompt: "_Prompt", now_s: float) -> "_Cached":
+        """What it has of a prompt, or will have soon: what was sent counts for all groups of layers."""
         self._forget_old(now_s)
-        told, sent, sent_before = self.told.blocks, self._sent, self._sent_before
-        known = len(list(takewhile(told.__contains__, blocks)))  # mostly all: the rest looks at each in Python
-        for block in islice(blocks, known, None):
-            if block not in told and block not in sent and block not in sent_before:
-                break
-            known += 1
-        return known
+        return _Cached(prompt, self.told.blocks, self._sent, self._sent_before)
 
     def _forget_old(self, now_s: float) -> None:
         if now_s - self._turned_s > ON_THE_WAY_S:
             is_recent = now_s - self._turned_s <= 2 * ON_THE_WAY_S
             self._sent_before, self._sent = (self._sent if is_recent else set()), set()
             self._turned_s = now_s
+
+
+class _Prompt:
+    """The names of a prompt's blocks, by group of layers."""
+
+    def __init__(self, blocks: BlockHashes, groups: Sequence[LayerGroup]) -> None:
+        hashes = list(blocks)  # once, for an array makes new integers each time
+        self.hashes = {group.scale: hashes[group.scale - 1 :: group.scale] for group in groups}
+        self.names = {
+            group_id: [each ^ mark for each in self.hashes[group.scale]]
+            if (mark := group_mark(group_id))
+            else self.hashes[group.scale]
+            for group in groups
+            for group_id in group.ids
+        }
+
+
+class _Cached:
+    """A `policies.router.cached_prefix.CachedPrompt` of one replica."""
+
+    def __init__(self, prompt: _Prompt, told: Set[int], sent: Set[int], sent_before: Set[int]) -> None:
+        self._prompt, self._told, self._sent, self._sent_before = prompt, told, sent, sent_before
+
+    def has(self, group: LayerGroup, block: int) -> bool:
+        names, told = self._prompt.names, self._told
+        if all(names[group_id][block] in told for group_id in group.ids):
+            return True
+        known = self._prompt.hashes[group.scale][block]
+        return known in self._sent or known in self._sent_before
+
+    def leading(self, group: LayerGroup, most: int) -> int:
+        names, known = self._prompt.names, most
+        for group_id in group.ids:  # mostly all: the rest looks at each in Python
+            known = len(list(takewhile(self._told.__contains__, islice(names[group_id], known))))
+        while known < most and self.has(group, known):
+            known += 1
+        return known
 
 
 class CachedBlocks:
@@ -177,14 +220,15 @@ class CachedBlocks:
         Args:
             hashing: by which the blocks were hashed.
         """
-        most, now_s = (prompt_tokens - 1) // hashing.block_tokens, self._clock.now()
-        hashes = list(blocks)  # once, for an array makes new integers each time
-        return {
-            replica_id: max(0, min(replica.leading(hashes, now_s), most) - hashing.dropped_blocks)
-            * hashing.block_tokens
-            for replica_id, replica in list(self._replicas.items())
-            if replica.told.hashing == hashing
-        }
+        most, now_s = min(len(blocks), (prompt_tokens - 1) // hashing.block_tokens), self._clock.now()
+        prompt = _Prompt(blocks, hashing.groups)
+
+        def hit(replica: _Replica) -> int:
+            found = longest_hit(hashing.groups, replica.cached(prompt, now_s), most, hashing.aligned_blocks)
+            return max(0, found - hashing.dropped_blocks) * hashing.block_tokens
+
+        replicas = list(self._replicas.items())
+        return {replica_id: hit(replica) for replica_id, replica in replicas if replica.told.hashing == hashing}
 
     def __len__(self) -> int:
         return sum(len(replica.told.blocks) for replica in self._replicas.values())

@@ -14,13 +14,15 @@ from typing import Literal, Protocol
 from policies.errors import StateStoreError
 from policies.gang.buckets import PromptBuckets
 from policies.live import Live
+from policies.router.completion import Due, MeanCost, due
 from policies.router.multi_bin import MultiBin
 from policies.router.order import deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
 from policies.router.tickets import Ticket
 from policies.types import RequestView, StepTimes
-from predictor.base import LengthPredictor
+from predictor.base import LengthPrediction, LengthPredictor
+from predictor.calibration import LOW
 from predictor.learned import Foresight, LearnedPredictor, Question
 from predictor.metrics import PredictorMetrics
 from router.codec import RequestSize
@@ -54,7 +56,7 @@ class TicketWriter(Protocol):
     def prefixes(self) -> PrefixHits:
         """What replicas have of prompts."""
 
-    async def foresee(self, question: Question) -> Foresight | None: ...
+    async def foresee(self, question: Question, promise: Promise) -> Foresight | None: ...
 
     def ticket(
         self,
@@ -106,6 +108,7 @@ class Classifier:
         self._metrics, self._learned = metrics, learned
         if learned is not None:
             metrics.registry.register(PredictorMetrics(learned))
+        self._costs = MeanCost()
         self._unsent: deque[FinishedLength] = deque(maxlen=MAX_UNSENT_LENGTHS)
         self._seen = 0
         # Of routers that bin otherwise, as before and after a redeploy, each kind keeps to edges of its own.
@@ -121,9 +124,9 @@ class Classifier:
         """In prompt tokens; none where prompts are not told apart."""
         return () if self._buckets is None else self._buckets.edges
 
-    async def foresee(self, question: Question) -> Foresight | None:
+    async def foresee(self, question: Question, promise: Promise) -> Foresight | None:
         """What the learned predictor says, within its deadline; None where there is none."""
-        return None if self._learned is None else await self._learned.foresee(question)
+        return None if self._learned is None else await self._learned.foresee(question, promise)
 
     def ticket(
         self,
@@ -140,16 +143,20 @@ class Classifier:
         replica_ids: those that may know a prefix of it.
         foresight: what `foresee` said of it.
         """
-        predicted = self._predict(size, slo_class, foresight)
+        prediction = self._predict(slo_class, foresight)
+        predicted = None if prediction is None else _within(prediction.mean_tokens, size)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         prefixes = self.prefixes.hits(size, replica_ids)
         request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
         terms, late_key = self._terms.now, None
         fills_idle = terms.fills_idle.get(slo_class)
+        short_tokens = 0.0 if prediction is None else _within(prediction.quantile_tokens.get(LOW, 0.0), size)
+        its_due = self._due(arrival_s, promise, request_work_s, short_tokens)
         if terms.order is None:
             key, late_key = deadline_keys(
                 arrival_s,
                 promise.ttft_s,
+                due_s=its_due.due_s,
                 fills_idle=fills_idle,
                 prompt_tokens=size.prompt_tokens,
                 late_patience_s=terms.late_patience_s,
@@ -164,7 +171,7 @@ class Classifier:
             router_id=router_id,
             slo_class=slo_class,
             arrival_s=arrival_s,
-            deadline_s=None if promise.ttft_s is None else arrival_s + promise.ttft_s,
+            deadline_s=its_due.starts_by_s,
             tpot_s=promise.tpot_s,
             late_key=late_key,
             unread_tokens=size.prompt_tokens,
@@ -182,14 +189,21 @@ class Classifier:
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
         return Classified(_as_stock(ticket, arrival_s), tokens, planned_key)
 
-    def _predict(self, size: RequestSize, slo_class: str, foresight: Foresight | None) -> float | None:
+    def _due(self, arrival_s: float, promise: Promise, request_work_s: float, short_tokens: float) -> Due:
+        """short_tokens: of its answer, if it is short; 0 where nothing says so."""
+        if promise.e2e_s is None:
+            return due(arrival_s, promise)
+        step_s = self._step_times.decode.step_s(decode_requests=self._shared_batch_size)
+        relative = self._costs.relative(request_work_s)
+        return due(arrival_s, promise, relative_cost=relative, short_s=short_tokens * step_s)
+
+    def _predict(self, slo_class: str, foresight: Foresight | None) -> LengthPrediction | None:
         prediction = foresight.prediction if foresight is not None else None
         if prediction is None:
             prediction = self._predictor.predict(slo_class)
         if prediction is None:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
-            return None
-        return _within(prediction.mean_tokens, size)
+        return prediction
 
     def _work_s(self, size: RequestSize, output_tokens: float, arrival_s: float, hit_tokens: int) -> float:
         """Where most of its prompt is cached."""

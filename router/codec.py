@@ -71,12 +71,19 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
         block, in any thread."""
 
     def with_ticket(
-        self, request: RequestT, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+        self,
+        request: RequestT,
+        ticket: Ticket,
+        *,
+        ttft_left_s: float | None,
+        e2e_left_s: float | None,
+        resumed: bool = False,
     ) -> RequestT:
         """The request, telling the engine what its ticket says of it.
 
         Args:
             ttft_left_s: until its first token is due, below 0 when it is late; None when nothing is due.
+            e2e_left_s: the same of its last token.
             resumed: its client has a part of the answer.
         """
 

@@ -30,6 +30,7 @@ class ClassMetrics:
         self.itl_s = metrics.itl_s.labels(slo_class)
         self.longest_wait_s = metrics.longest_wait_s.labels(slo_class)
         self.e2e_s = metrics.e2e_s.labels(slo_class)
+        self.promise_gap_s = metrics.promise_gap_s.labels(slo_class)
         self.prompt_tokens = metrics.prompt_tokens.labels(slo_class)
         self.output_tokens = metrics.output_tokens.labels(slo_class)
 
@@ -64,11 +65,12 @@ class RouterMetrics:
         )
         self.slo_requests = self._counter(
             "slo_requests",
-            "Requests by what was promised: first token and mean time per further token, met or missed. Refused and "
-            "failed ones missed both; those whose client left do not count.",
+            "Requests by what was promised: first token, mean time per further token and last token, met or missed. "
+            "Refused and failed ones missed all three; those whose client left do not count.",
             "slo_class",
             "ttft",
             "tpot",
+            "e2e",
         )
         self.refused = self._counter(
             "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
@@ -84,6 +86,11 @@ class RouterMetrics:
             _ERROR_BUCKETS_S,
         )
         self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
+        self.promise_gap_s = self._histogram(
+            "promise_gap_seconds",
+            "Mean time per token after the first, by request, of whole answers that were promised one.",
+            _ITL_BUCKETS_S,
+        )
         self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
         self.prompt_tokens = self._counter(
             "prompt_tokens",

@@ -57,7 +57,7 @@ class PrefillClassifier:
         self.prefixes = PrefixHits(prefixes)
         self._order, self._policy, self._metrics = order, policy, metrics
 
-    async def foresee(self, question: Question) -> Foresight | None:
+    async def foresee(self, question: Question, promise: Promise) -> Foresight | None:
         return None
 
     def ticket(

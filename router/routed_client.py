@@ -139,7 +139,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
         timing.promise, timing.key = promise, tenant.name if tenant else ""
-        foresight = None if question is None else await self.classifier.foresee(question)
+        foresight = None if question is None else await self.classifier.foresee(question, promise)
         size = size or await self.caches.sized(request)
         arrival_s, replica_ids = self.queueing.arrival_s(timing), self.connections.replica_ids
         classified = self.classifier.ticket(size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise)
@@ -311,7 +311,6 @@ def routed_client(
     sending = Sending(
         codec=codec,
         clock=clock,
-        shared_clock=shared_clock,
         ledger=ledger,
         accounting=accounting,
         caches=caches,

@@ -31,7 +31,6 @@ class Sending(Generic[RequestT]):
         *,
         codec: EngineCodec[RequestT, Any],
         clock: Clock,
-        shared_clock: Clock,
         ledger: Ledger[RequestT],
         accounting: Accounting,
         caches: PromptCaches[RequestT],
@@ -40,7 +39,7 @@ class Sending(Generic[RequestT]):
         endings: Endings[RequestT, Any],
         background: BackgroundTasks,
     ) -> None:
-        self._codec, self._clock, self._shared_clock, self._ledger = codec, clock, shared_clock, ledger
+        self._codec, self._clock, self._ledger = codec, clock, ledger
         self._accounting, self._caches, self._connections = accounting, caches, connections
         self._queueing, self._endings, self._background = queueing, endings, background
 
@@ -108,6 +107,11 @@ class Sending(Generic[RequestT]):
 
     def _as_sent(self, request: RequestT, ticket: Ticket, timing: RequestTiming) -> RequestT:
         """With the time that it has left now. What its client has seen a part of has no first token to come."""
-        resumed, deadline_s = timing.output_tokens > 0, ticket.deadline_s
-        left_s = None if resumed or deadline_s is None else deadline_s - self._shared_clock.now()
-        return self._codec.with_ticket(request, ticket, ttft_left_s=left_s, resumed=resumed)
+        resumed, left = timing.output_tokens > 0, timing.promise.left(self._clock.now() - timing.received_s)
+        return self._codec.with_ticket(
+            request,
+            ticket,
+            ttft_left_s=None if resumed else left.ttft_s,
+            e2e_left_s=left.e2e_s,
+            resumed=resumed,
+        )

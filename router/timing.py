@@ -41,16 +41,22 @@ class RequestTiming:
     trail: Trail | None = None
 
     @property
-    def kept(self) -> tuple[bool, bool] | None:
-        """Whether the targets of the first token and of those after it were met; None where its client left. What was
-        not answered as a whole has met neither."""
+    def kept(self) -> tuple[bool, bool, bool] | None:
+        """Whether the targets of the first token, of those after it and of the last one were met; None where its client
+        left. What was not answered as a whole has met none."""
         if self.outcome == "cancelled":
             return None
         first_s, last_s = self.first_token_s, self.last_token_s
         if self.outcome not in WHOLE or first_s is None or last_s is None:
-            return False, False
-        further = self.output_tokens - 1
-        return self.promise.kept(first_s - self.received_s, (last_s - first_s) / further if further > 0 else None)
+            return False, False, False
+        return self.promise.kept(first_s - self.received_s, self.gap_s, last_s - self.received_s)
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean seconds per token after the first; None before there are two."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
 
 class Trace(Protocol):

@@ -100,10 +100,13 @@ class SurvivalLaw:
 
     def quantile(self, fraction: float) -> float:
         """Tokens that a fraction of the answers does not exceed, 0 <= fraction < 1."""
-        level = -float(np.log1p(-fraction))
-        if level > self.cumulative[-1]:
-            return float(self.edges[-1] + (level - self.cumulative[-1]) / self.tail_hazard)
-        return float(np.interp(level, self.cumulative, self.edges))
+        return float(self.quantiles(fraction))
+
+    def quantiles(self, fractions: ArrayLike) -> FloatArray:
+        """As ``quantile``, of any shape."""
+        levels = -np.log1p(-np.asarray(fractions, dtype=np.float64))
+        beyond = np.maximum(levels - self.cumulative[-1], 0.0) / self.tail_hazard
+        return np.asarray(np.interp(levels, self.cumulative, self.edges) + beyond)
 
 
 def geometric_law(mean_output_tokens: float) -> SurvivalLaw:

@@ -83,6 +83,7 @@ def deadline_keys(
     arrival_s: float,
     ttft_s: float | None,
     *,
+    due_s: float | None = None,
     fills_idle: IdleOrder | None = None,
     prompt_tokens: int = 0,
     late_patience_s: float = 60.0,
@@ -97,6 +98,7 @@ def deadline_keys(
     Predicted work is no part of a deadline: it says when a first token can come, not when it is due.
 
     Args:
+        due_s: where it stands among those in time; None is where its first token is due (`policies.router.completion`).
         fills_idle: in which order its class fills idle capacity; None for a class that does not.
         prompt_tokens: what the orders by length go by.
 
@@ -108,16 +110,18 @@ def deadline_keys(
     patience_ends_s = arrival_s + late_patience_s
     if fills_idle is not None:
         if fills_idle == "deadline":
-            due_s = arrival_s + (ttft_s or 0.0)
+            idle_s = arrival_s + (ttft_s or 0.0)
         else:
             window_s, longest_first = ttft_s or late_patience_s, fills_idle == "longest_first"
-            due_s = _due_by_length_s(arrival_s, window_s, prompt_tokens, longest_first=longest_first)
-        key = banded(Band.FILLS_IDLE, due_s + late_patience_s)
+            idle_s = _due_by_length_s(arrival_s, window_s, prompt_tokens, longest_first=longest_first)
+        key = banded(Band.FILLS_IDLE, idle_s + late_patience_s)
         return DeadlineKeys(key, key)
-    if ttft_s is None:
+    if due_s is None and ttft_s is not None:
+        due_s = arrival_s + ttft_s
+    if due_s is None:
         key = banded(Band.NO_TARGET, patience_ends_s)
         return DeadlineKeys(key, key)
-    return DeadlineKeys(banded(Band.IN_TIME, arrival_s + ttft_s), banded(Band.LATE, patience_ends_s))
+    return DeadlineKeys(banded(Band.IN_TIME, due_s), banded(Band.LATE, patience_ends_s))
 
 
 def _due_by_length_s(arrival_s: float, window_s: float, prompt_tokens: int, *, longest_first: bool) -> float:

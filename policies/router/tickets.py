@@ -17,7 +17,8 @@ class Ticket:
         slo_class: its service class; replicas may be reserved for some classes.
         arrival_s: on the store's clock, for the overtaking that is reported; None when it does not count, as after a
             lost replica.
-        deadline_s: when its first token is due, on the store's clock; None when none was promised.
+        deadline_s: when its first token is due, on the store's clock, or when it must come so that a short answer can
+            still be whole in time; None when neither was promised.
         tpot_s: promised seconds per token after the first; None when none were promised.
         late_key: its sort key once its first token cannot be in time; None where its order knows no late requests.
         unread_tokens: prompt tokens that a replica with an empty cache would read.

@@ -82,7 +82,7 @@ async def test_batches_shrink_until_they_fit_into_half_of_what_a_prompt_may_wait
         time.sleep(1e-4 * sizes[-1])  # 512 tokens: 51 ms
         return np.zeros(len(prompts))
 
-    batcher = make(score, max_age_s=0.04)
+    batcher = make(score, max_batch_s=0.02, max_age_s=0.04)
     for turn in range(40):
         asked = (batcher.score(f"{turn:04}-{number:04}-12345") for number in range(64))
         await asyncio.gather(*asked, return_exceptions=True)
@@ -90,7 +90,7 @@ async def test_batches_shrink_until_they_fit_into_half_of_what_a_prompt_may_wait
 
 
 async def test_batches_grow_while_they_are_quick(make: Make, model: Model) -> None:
-    batcher = make(max_batch_tokens=600, max_age_s=60.0)
+    batcher = make(max_batch_tokens=600, max_batch_s=30.0, max_age_s=60.0)
     await asyncio.gather(*(batcher.score(f"{number:0100}") for number in range(40)))
     assert [len(batch) for batch in model.batches] == [5, 5, 6, 6, 6, 6, 6]  # 512, 563 and 600 tokens
 

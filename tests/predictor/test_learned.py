@@ -6,7 +6,8 @@ from prometheus_client import CollectorRegistry
 
 from policies.errors import AdmissionError, ReplicaLostError
 from policies.lengths.drift import DriftConfig
-from predictor.asking import Asking, AskingConfig
+from policies.router.promise import NO_PROMISE, Promise
+from predictor.asking import Asking, AskingConfig, worth_waiting_s
 from predictor.base import LengthPrediction
 from predictor.calibration import Curve
 from predictor.learned import Foresight, Kept, LearnedConfig, LearnedPredictor, Question
@@ -99,6 +100,28 @@ async def test_a_stalled_predictor_costs_its_deadline_and_then_nothing_for_a_whi
             assert await asking.score("1") is None
     assert asking.outcomes == {"late": 3, "paused": 5}
     assert scorer.asked == 3
+
+
+@pytest.mark.parametrize(
+    ("promise", "wait_s"),
+    [
+        (NO_PROMISE, 0.015),
+        (Promise(ttft_s=10.0, tpot_s=0.1), 0.015),
+        (Promise(e2e_s=0.2), 0.015),  # of a short answer no more is taken than of others
+        (Promise(e2e_s=8.0), 0.24),
+        (Promise(e2e_s=8.0, ttft_s=2.0), 0.1),
+        (Promise(e2e_s=86_400.0), 0.5),
+    ],
+)
+def test_a_request_waits_as_long_as_its_promise_makes_worth_while(promise: Promise, wait_s: float) -> None:
+    assert worth_waiting_s(promise) == pytest.approx(wait_s)
+
+
+async def test_a_busy_machine_keeps_no_prediction_from_a_promised_answer() -> None:
+    learned = predictor(Scorer(delay_s=0.1))
+    assert (await learned.foresee(question(200), Promise(e2e_s=10.0))).source == "learned"
+    assert (await learned.foresee(question(200))).source is None
+    assert learned.asking.outcomes == {"answered": 1, "late": 1}
 
 
 async def test_after_the_pause_it_is_asked_again() -> None:

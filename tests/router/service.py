@@ -117,9 +117,10 @@ class FrontEnd:
         slo_class: str = "standard",
         tenant: Tenant | None = None,
         timing: RequestTiming | None = None,
+        promise: Promise | None = None,
     ) -> Answer:
         self.answers[asked.request_id] = answer = Answer(asked, timing or timed())
-        promise = Promise(ttft_s=TARGETS_S[slo_class])
+        promise = promise or Promise(ttft_s=TARGETS_S[slo_class])
         await self._asks.submit(asked, slo_class=slo_class, promise=promise, timing=answer.timing, tenant=tenant)
         return answer
 

@@ -11,12 +11,14 @@ from policies.lengths.drift import DriftConfig
 from policies.live import Live
 from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import MultiBin, MultiBinConfig
-from policies.router.order import IdleOrder
+from policies.router.order import Band, IdleOrder, banded
 from policies.router.placement import PrefixIndex, PrefixIndexConfig
-from policies.router.promise import Promise
+from policies.router.promise import NO_PROMISE, Promise
+from policies.router.tickets import Ticket
 from policies.types import StepCoefficients, StepTimes
 from predictor.asking import Asking, AskingConfig
-from predictor.calibration import Curve
+from predictor.base import LengthPrediction
+from predictor.calibration import LOW, Curve
 from predictor.histogram import MIN_SAMPLES, HistogramPredictor
 from predictor.learned import Foresight, LearnedConfig, LearnedPredictor, Question
 from router.classifier import MAX_UNSENT_LENGTHS, Classifier, Mode
@@ -102,7 +104,7 @@ async def teach(taught: Classifier, **lengths: int) -> None:
 
 
 async def foreseen(taught: Classifier, prompt: str | None) -> Foresight | None:
-    return None if prompt is None else await taught.foresee(question(prompt))
+    return None if prompt is None else await taught.foresee(question(prompt), NO_PROMISE)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +149,13 @@ async def test_a_stalled_predictor_leaves_the_word_to_the_histogram_and_is_count
     metrics = RouterMetrics()
     taught = classifier(metrics, learned(deadline_s=0.01))
     await teach(taught, fast=20)
-    foresight = await asyncio.wait_for(taught.foresee(question("stalled")), timeout=30.0)
+    foresight = await asyncio.wait_for(taught.foresee(question("stalled"), NO_PROMISE), timeout=30.0)
     assert taught.ticket(size(), "fast", "a", 0.0, foresight=foresight).ticket.work_s == pytest.approx(1.05)
     assert metrics.registry.get_sample_value("sluice_predictor_questions_total", {"outcome": "late"}) == 1
 
 
 async def test_without_a_learned_predictor_nothing_is_foreseen() -> None:
-    assert await classifier().foresee(question("200")) is None
+    assert await classifier().foresee(question("200"), NO_PROMISE) is None
 
 
 async def test_a_predictor_that_does_worse_than_the_histogram_is_left_and_the_page_says_so() -> None:
@@ -161,8 +163,8 @@ async def test_a_predictor_that_does_worse_than_the_histogram_is_left_and_the_pa
     taught = classifier(metrics, learned())
     await teach(taught, fast=20)
     for _ in range(8):
-        taught.observe("fast", 20, await taught.foresee(question("900")))
-    foresight = await taught.foresee(question("900"))
+        taught.observe("fast", 20, await taught.foresee(question("900"), NO_PROMISE))
+    foresight = await taught.foresee(question("900"), NO_PROMISE)
     assert foresight is not None
     assert foresight.source is None
     labels = {"model": "m", "slo_class": "fast"}
@@ -194,10 +196,10 @@ async def test_a_router_predicts_by_what_another_one_learnt() -> None:
     store = MemoryStateStore(time.monotonic)
     busy, idle = (classifier(predictor=learned()) for _ in range(2))
     for _ in range(64):
-        busy.observe("fast", 700, await busy.foresee(question("200")))
+        busy.observe("fast", 700, await busy.foresee(question("200"), NO_PROMISE))
     for taught in (busy, idle):
         await taught.exchange(store, time.monotonic())
-        foresight = await taught.foresee(question("200"))
+        foresight = await taught.foresee(question("200"), NO_PROMISE)
         assert foresight is not None
         assert foresight.learned is not None
         assert foresight.learned.mean_tokens == pytest.approx(700.0, rel=0.01)
@@ -345,3 +347,23 @@ def test_a_ticket_of_a_prompt_that_has_grown_has_more_work_but_for_what_is_cache
     assert ticket.of_prompt(1010, ()).work_s == pytest.approx(ticket.work_s + 0.01)
     moved = ticket.of_prompt(1010, (("r", 960),))
     assert (moved.unread_at("r"), moved.work_s) == (50, pytest.approx(ticket.work_s - 0.95))
+
+
+def test_a_whole_answer_by_a_time_stands_by_its_cost_and_starts_in_time_for_a_short_one() -> None:
+    sorter = classifier(terms=Live(TicketTerms()))
+
+    def asked(prompt_tokens: int, low: float | None = None, ttft_s: float | None = None) -> Ticket:
+        promise = Promise(ttft_s=ttft_s, e2e_s=10.0)
+        quantiles = {} if low is None else {LOW: low}
+        told = LengthPrediction(mean_tokens=200.0, quantile_tokens=quantiles)
+        foresight = Foresight(question=question("x"), prediction=told, source="learned", score=None, learned=told)
+        return sorter.ticket(size(prompt_tokens), "fast", "a", 100.0, foresight=foresight, promise=promise).ticket
+
+    usual, dear = asked(1000), asked(9000)
+    assert usual.deadline_key == banded(Band.IN_TIME, 110.0)
+    assert dear.deadline_key > usual.deadline_key > asked(10).deadline_key
+    assert usual.late_key == dear.late_key == banded(Band.LATE, 160.0)
+    assert usual.deadline_s == 110.0
+    step_s = STEP_TIMES.decode.step_s(decode_requests=4)
+    assert asked(1000, low=50.0).deadline_s == pytest.approx(110.0 - 50.0 * step_s)
+    assert asked(1000, ttft_s=1.0).deadline_s == 101.0

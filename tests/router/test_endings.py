@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from policies.router.promise import Promise
 from tests.router.service import TARGETS_S, Service, request
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,6 +36,15 @@ async def test_a_slot_given_to_a_cancelled_request_goes_to_the_next(service: Ser
     assert replica.engine.taken == 2
 
 
+async def test_the_mean_gap_of_a_whole_answer_is_told_where_one_was_promised(service: Service) -> None:
+    _, front_end = await service.both()
+    promised = await front_end.ask(request(), promise=Promise(ttft_s=5.0, tpot_s=0.001))
+    unpromised = await front_end.ask(request())
+    await service.finish([promised, unpromised])
+    assert front_end.count("promise_gap_seconds_count", slo_class="standard") == 1
+    assert front_end.count("promise_gap_seconds_sum", slo_class="standard") == promised.timing.gap_s
+
+
 async def test_a_request_whose_sender_goes_away_while_it_is_queued_leaves_nothing(service: Service) -> None:
     replica, front_end = await service.replica(slots=100, lease_s=3600.0), await service.front_end()
     for number in range(60):
@@ -47,6 +57,12 @@ async def test_a_request_whose_sender_goes_away_while_it_is_queued_leaves_nothin
     assert replica.relay.healthy
 
 
+async def test_an_answer_that_ends_too_late_has_missed_that_target_alone(service: Service) -> None:
+    _, front_end = await service.both()
+    await service.finish([await front_end.ask(request(), promise=Promise(ttft_s=60.0, e2e_s=1e-6))])
+    assert front_end.count("slo_requests_total", slo_class="standard", ttft="met", tpot="met", e2e="missed") == 1
+
+
 async def test_promises_kept_and_missed_are_counted_and_what_its_client_left_is_not(service: Service) -> None:
     replica, front_end = await service.both()
     replica.engine.pause()
@@ -56,7 +72,7 @@ async def test_promises_kept_and_missed_are_counted_and_what_its_client_left_is_
     await front_end.cancel(left)
     replica.engine.resume()
     await service.finish([late, await front_end.ask(request(), "patient")])
-    assert front_end.count("slo_requests_total", slo_class="soon", ttft="missed", tpot="met") == 1
-    assert front_end.count("slo_requests_total", slo_class="patient", ttft="met", tpot="met") == 1
-    ways = product(("met", "missed"), repeat=2)
-    assert sum(front_end.count("slo_requests_total", slo_class="soon", ttft=a, tpot=b) for a, b in ways) == 1
+    assert front_end.count("slo_requests_total", slo_class="soon", ttft="missed", tpot="met", e2e="met") == 1
+    assert front_end.count("slo_requests_total", slo_class="patient", ttft="met", tpot="met", e2e="met") == 1
+    ways = product(("met", "missed"), repeat=3)
+    assert sum(front_end.count("slo_requests_total", slo_class="soon", ttft=a, tpot=b, e2e=c) for a, b, c in ways) == 1

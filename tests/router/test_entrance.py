@@ -69,8 +69,8 @@ async def test_what_would_be_late_is_refused_where_its_class_says_so_and_what_it
     assert front_end.count("retry_after_error_seconds_count", slo_class="strict") == 1
     assert front_end.count("requests_total", slo_class="strict", bin="0", outcome="refused") == 1
     assert front_end.count("refused_requests_total", slo_class="strict", reason="late") == 1
-    assert front_end.count("slo_requests_total", slo_class="strict", ttft="missed", tpot="missed") == 1
-    assert front_end.count("slo_requests_total", slo_class="strict", ttft="met", tpot="met") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="missed", tpot="missed", e2e="missed") == 1
+    assert front_end.count("slo_requests_total", slo_class="strict", ttft="met", tpot="met", e2e="met") == 1
 
 
 async def test_a_key_that_floods_is_refused_alone_and_told_when_its_own_work_is_done(service: Service) -> None:

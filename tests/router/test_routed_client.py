@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from policies.errors import ConfigError, InputError
-from policies.router.tickets import Assignment
+from policies.router.promise import Promise
+from policies.router.tickets import Assignment, Ticket
 from router import event_loop, wire
 from router.clock import MonotonicClock
 from router.terms import RoutedClientConfig
-from tests.router.service import HEARTBEAT_S, STEP_TIMES, TARGETS_S, Service, begun, info, over, request, told
+from tests.fakes import FakeRequest
+from tests.router.service import HEARTBEAT_S, STEP_TIMES, TARGETS_S, Service, begun, info, over, request, timed, told
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -171,6 +173,22 @@ async def test_a_router_says_for_how_long_it_has_waited_for_a_core(
     monkeypatch.setattr(event_loop.CoreWait, "seconds", lambda _: 2.0 * time.monotonic())
     front_end = await service.front_end()
     await until(lambda: front_end.count("event_loop_core_wait_seconds_total") > 0.02)
+
+
+async def test_an_engine_is_told_until_when_an_answer_is_to_end_also_when_it_goes_on(service: Service) -> None:
+    front_end = await service.front_end()
+    asked, timing, now_s = request(), timed(), front_end.client.queueing.arrival_s(timed())
+    ticket = Ticket(request_id="a", bin_index=0, deadline_key=now_s, work_s=1.0, router_id="r")
+
+    def sent() -> FakeRequest:
+        parts = front_end.client.sending.encoded_at_first(asked, ticket, timing)
+        return front_end.client.codec.decode_request([bytes(part) for part in parts])
+
+    assert sent().ends_in_s is None
+    timing.promise = Promise(ttft_s=1.0, e2e_s=9.0)
+    assert sent().ends_in_s == pytest.approx(9.0, abs=0.5)
+    timing.output_tokens = 3
+    assert (sent().told, sent().ends_in_s) == ((None, True), pytest.approx(9.0, abs=0.5))
 
 
 async def test_an_engine_is_told_how_much_time_is_left_when_a_request_is_sent(service: Service) -> None:
