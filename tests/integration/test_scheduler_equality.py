@@ -6,17 +6,22 @@ steps, every token must come out as under vLLM's own scheduler.
 
 import gc
 import json
+import os
 import random
+import sys
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from math import inf
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from PIL import Image
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.outputs import CompletionOutput
@@ -25,7 +30,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from deployments.config.scheduler import SCHEDULER_CLASS
+from deployments.engines.vllm.layer_groups import layer_groups
 from policies.types import StepResult
+from tests.random_models import write_images, write_states, write_windows
 from tests.tutorial import POLICY, put_on_path
 from tests.virtual_engine import MODEL
 
@@ -103,6 +110,8 @@ class Engine:
     def __init__(self, settings: dict[str, Any] | None, **args: Any) -> None:
         planned = {"scheduler_cls": SCHEDULER_CLASS, "additional_config": {"sluice": settings}} if settings else {}
         options = {
+            "model": str(MODEL),
+            "dtype": "float32",
             "max_model_len": 1024,
             "max_num_seqs": 24,
             "max_num_batched_tokens": 1024,
@@ -112,8 +121,6 @@ class Engine:
         }
         self.engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=str(MODEL),
-                dtype="float32",
                 enforce_eager=True,
                 disable_log_stats=True,
                 structured_outputs_config={"backend": "xgrammar", "disable_any_whitespace": True},
@@ -269,6 +276,86 @@ def test_a_policy_out_of_another_package_gives_the_tokens_of_stock_and_keeps_som
     assert tokens == expected and len(tokens) == FEWER
     assert engine.core.scheduler.status()["policy"] == POLICY
     assert stock.preemptions > 4 * engine.preemptions
+
+
+def repeating() -> list[tuple[str, list[int], SamplingParams]]:
+    """Prompts that repeat themselves, so that drafts are made and some prove right."""
+    rng, requests = random.Random(5), []
+    for number in range(FEWER):
+        words = [rng.randint(10, 4000) for _ in range(rng.randint(2, 6))]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=rng.randint(1, 60))
+        requests.append((f"q{number}", words * rng.randint(2, 8), params))
+    return requests
+
+
+def drafted(settings: dict[str, Any]) -> tuple[Tokens, int]:
+    """Answers with drafts, and how many times a request decoded."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    tokens, engine = answers(settings, repeating(), speculative_config=drafts)
+    assert sys.modules["numba"].config.NUMBA_NUM_THREADS == 1, "it shares OpenMP's threads with torch, which waits"
+    return tokens, sum(step.decode_requests for step in engine.steps)
+
+
+def test_drafts_change_no_token() -> None:
+    """Each engine in a process of its own: vLLM 0.32 starts none on CPUs where numba, which drafts, is loaded."""
+    expected, _ = answers(None, repeating())
+    further = sum(len(each[0]) - 1 for each in expected.values())
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
+        for name in ONE_OF_EACH:
+            tokens, decodes = processes.submit(drafted, PLANNED[name]).result(timeout=300)
+            assert tokens == expected, name
+            assert decodes < 0.95 * further, "drafts proved right"
+
+
+def test_a_model_with_sliding_windows_gives_the_tokens_of_stock(tmp_path: Path) -> None:
+    """Its prompts are longer than a window, and cut; those of one conversation hit what each kind of layer has kept."""
+    write_windows(tmp_path, window=48)
+    args = {"model": str(tmp_path), "enable_prefix_caching": True}
+    shape = {"shared": 80, "most_prompt": 150, "branches": False}
+    expected, stock = answers(None, workload(**shape), sessions=conversations(), **args)
+    assert stock.cached_tokens > 0
+    groups = layer_groups(stock.core.scheduler.kv_cache_manager.coordinator)
+    assert groups is not None and {group.window for group in groups} == {None, 2}
+    all_give(expected, ONE_OF_EACH, shape, max_num_batched_tokens=128, **args)
+
+
+def test_a_model_with_states_gives_the_tokens_of_stock(tmp_path: Path) -> None:
+    """Without a prefix cache, beside which vLLM 0.32 computes no Mamba 2 on CPUs."""
+    write_states(tmp_path)
+    shape = {"most_prompt": 150, "branches": False}
+    expected, stock = answers(None, workload(**shape), sessions=conversations(), model=str(tmp_path))
+    assert layer_groups(stock.core.scheduler.kv_cache_manager.coordinator) is None
+    all_give(expected, ONE_OF_EACH, shape, max_num_batched_tokens=128, model=str(tmp_path))
+
+
+def test_a_model_with_images_gives_the_tokens_of_stock(tmp_path: Path) -> None:
+    """Every other prompt has an image, and prompts are cut, also beside them."""
+    write_images(tmp_path)
+    rng, image = random.Random(5), {number: picture(number) for number in range(4)}
+    asked = [
+        (
+            " ".join(rng.choice(("river", "moon", "seven", "apples", "of", "the")) for _ in range(rng.randint(2, 200))),
+            image[number % 4] if number % 2 else None,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=rng.randint(1, 30)),
+        )
+        for number in range(60)
+    ]
+    found = []
+    for settings in (None, *(PLANNED[name] for name in ONE_OF_EACH)):
+        engine = Engine(settings, model=str(tmp_path), max_num_batched_tokens=128 if settings else 1024)
+        for number, (prompt, seen, params) in enumerate(asked):
+            media = {} if seen is None else {"multi_modal_data": {"image": seen}}
+            engine.engine.add_request(f"q{number}", {"prompt": prompt, **media}, params.clone())
+        found.append(engine.run())
+        engine.close()
+    assert found[0] == found[1] == found[2]
+    assert len({tokens[0] for tokens in found[0].values()}) > 50
+
+
+def picture(number: int) -> Image.Image:
+    """Another for each number."""
+    return Image.effect_mandelbrot((64, 64), (-3.0, -2.5, 2.0, 2.5), 10 + 20 * number).convert("RGB")
 
 
 def test_priorities_change_no_token() -> None:

@@ -24,6 +24,7 @@ import torch
 
 from deployments.config.engine import GangSection
 from deployments.engines.base import RowOutput
+from deployments.engines.features import Cause, switched_off
 from deployments.engines.transformers.batch import GangRunner, Row
 from deployments.engines.transformers.model import GangModel, load
 from deployments.engines.transformers.sampling import RowSampling
@@ -142,6 +143,7 @@ class TransformersEngine:
             "waiting": len(self._waiting),
             "mode": self._gang.prefill,
             "kv_cache_tokens": self._capacity_tokens,
+            "off": switched_off({Cause.TRANSFORMERS}),
             "pass_s": round(time.monotonic() - self._pass_began_s, 3) if self._running else 0.0,
             **asdict(self._runner.counts),
         }

@@ -6,7 +6,6 @@ import hashlib
 import re
 from argparse import Namespace
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,7 +17,6 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.tool_parsers import ToolParserManager
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -96,11 +94,6 @@ def _backend_of_grammars(args: Namespace) -> str:
     """A file of arguments leaves a dictionary."""
     config = args.structured_outputs_config
     return str(config.get("backend", "auto") if isinstance(config, dict) else config.backend)
-
-
-def has_logits_processors(args: Namespace) -> bool:
-    """Other than vLLM's own: named in the arguments, or installed for every vLLM."""
-    return bool(args.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
 
 def engine_config(engine_args: AsyncEngineArgs) -> VllmConfig:

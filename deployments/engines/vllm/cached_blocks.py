@@ -5,21 +5,25 @@ that goes is told as removed, while the other is still found. Events cost a copy
 table that the cache itself looks up notes which of its hashes have changed; what it holds of those is read when asked.
 """
 
+import sys
 from array import array
 from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import count
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
-from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
-from router.cached_blocks import HASH_BYTES, PIECE_BYTES, BlockHashes, BlockHashing
+from deployments.engines.features import IN_WORDS, Feature, why_off
+from deployments.engines.vllm.causes import causes_of_scheduler
+from deployments.engines.vllm.layer_groups import layer_groups
+from router.cached_blocks import HASH_BYTES, PIECE_BYTES, BlockHashes, BlockHashing, group_mark
 
+_GROUP_BYTES, _FIRST_GROUP = 4, bytes(4)  # which end a key of vLLM's table
 MAX_NOTED = PIECE_BYTES // HASH_BYTES  # what has changed beyond is told with all the rest
 _sequences = count(1)  # one series for all tables: a reset makes a new one, which continues none
 
@@ -59,7 +63,15 @@ class NotingBlocks(BlockHashToBlockMap):
 
 
 def _packed(keys: Iterable[bytes]) -> bytes:
-    return b"".join(key[:HASH_BYTES] for key in keys)
+    return b"".join(
+        key[:HASH_BYTES] if key[-_GROUP_BYTES:] == _FIRST_GROUP else _marked(key[:HASH_BYTES], key[-_GROUP_BYTES:])
+        for key in keys
+    )
+
+
+def _marked(block: bytes, group: bytes) -> bytes:
+    mark = group_mark(int.from_bytes(group, "big"))
+    return (int.from_bytes(block, sys.byteorder) ^ mark).to_bytes(HASH_BYTES, sys.byteorder)
 
 
 def note_cached_blocks() -> None:
@@ -69,31 +81,24 @@ def note_cached_blocks() -> None:
 
 def core_blocks(core: Any, since: int | None) -> dict[str, Any] | str:
     """Engine-core utility `sluice_blocks`: a `router.cached_blocks.BlockChanges`, or why there is none."""
-    why = _why_untold(core)
-    if why is not None:
-        return why
+    if why := why_off(Feature.EXACT_HITS, causes_of_scheduler(core.scheduler)):
+        return ", ".join(IN_WORDS[each] for each in why)
     cache = core.scheduler.kv_cache_manager
-    hashing = {
-        "block_tokens": cache.block_pool.hash_block_size,
-        "algorithm": core.vllm_config.cache_config.prefix_caching_hash_algo,
-        "root": bytes(kv_cache_utils.NONE_HASH),
-        "dropped_blocks": int(cache.coordinator.single_type_managers[0].use_eagle),
-    }
+    hashing = block_hashing(cache.coordinator, core.vllm_config.cache_config.prefix_caching_hash_algo)
     return {**cache.block_pool.cached_block_hash_to_block.changes(since), "hashing": hashing}
 
 
-def _why_untold(core: Any) -> str | None:
-    cache = core.scheduler.kv_cache_manager
-    if not cache.enable_caching:
-        return "prefix caching is off"
-    if core.vllm_config.parallel_config.data_parallel_size > 1:
-        return "its data-parallel ranks have a cache each, and only vLLM knows which of them a request goes to"
-    coordinator = cache.coordinator
-    if type(coordinator) is not UnitaryKVCacheCoordinator or (
-        type(coordinator.single_type_managers[0]) is not FullAttentionManager
-    ):
-        return "not all of the model's layers attend to the whole context, and hits hang on more than the blocks"
-    return None
+def block_hashing(coordinator: Any, algorithm: str) -> dict[str, Any]:
+    """A `router.cached_blocks.BlockHashing`."""
+    hashed_tokens = coordinator.block_pool.hash_block_size
+    return {
+        "block_tokens": hashed_tokens,
+        "algorithm": algorithm,
+        "root": bytes(kv_cache_utils.NONE_HASH),
+        "dropped_blocks": int(coordinator.single_type_managers[0].use_eagle),
+        "aligned_blocks": coordinator.scheduler_block_size // hashed_tokens,
+        "groups": [asdict(group) for group in layer_groups(coordinator) or ()],
+    }
 
 
 def request_block_hashes(asked: EngineCoreRequest, hashing: BlockHashing) -> BlockHashes:
@@ -109,4 +114,4 @@ def request_block_hashes(asked: EngineCoreRequest, hashing: BlockHashing) -> Blo
     tokens = request.all_token_ids[: hashing.block_tokens]
     request.block_hashes.append(kv_cache_utils.hash_block_tokens(hash_function, hashing.root, tokens, extra_keys))
     rest = kv_cache_utils.get_request_block_hasher(hashing.block_tokens, hash_function)(request)
-    return array("Q", _packed([request.block_hashes[0], *rest]))
+    return array("Q", b"".join(each[:HASH_BYTES] for each in (request.block_hashes[0], *rest)))

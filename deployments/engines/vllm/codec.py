@@ -86,7 +86,13 @@ class VllmCodec:
         return request_block_hashes(request, hashing)
 
     def with_ticket(
-        self, request: EngineCoreRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+        self,
+        request: EngineCoreRequest,
+        ticket: Ticket,
+        *,
+        ttft_left_s: float | None,
+        e2e_left_s: float | None,
+        resumed: bool = False,
     ) -> EngineCoreRequest:
         """In a copy, for several requests of one prompt may share their sampling parameters."""
         if request.sampling_params is None:
@@ -97,6 +103,7 @@ class VllmCodec:
             bin_index=ticket.bin_index,
             ttft_left_s=ttft_left_s,
             tpot_s=ticket.tpot_s,
+            e2e_left_s=e2e_left_s,
             resumed=resumed,
             fills_idle=ticket.fills_idle,
             unread_tokens=ticket.unread_tokens,

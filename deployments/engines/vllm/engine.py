@@ -102,6 +102,7 @@ class VllmEngine:
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=self.max_model_len,
             cache_tokens=status["total_blocks"] * self._core.ready.block_size,
+            draft_tokens=status.get("drafts", {}).get("most", 0),
         )
         took_s = await measure(self, given, seconds)
         await self.control({})  # a search for a batch size begins anew: what was measured was no traffic

@@ -32,26 +32,36 @@ class Load(NamedTuple):
     Attributes:
         decoding: requests that decode meanwhile.
         prompts: tokens of each.
+        tokens_per_step: most that one of those gets from a step.
     """
 
     decoding: int
     prompts: tuple[int, ...]
+    tokens_per_step: int = 1
 
     @property
     def most_steps(self) -> int:
         """Steps that it takes, with two in flight and a few to spare."""
         return 4 * (_ALONE_STEPS + len(self.prompts))
 
+    @property
+    def output_tokens(self) -> int:
+        """Of each that decodes: enough for all steps."""
+        return self.most_steps * self.tokens_per_step
 
-def loads(*, slots: int, max_batch_tokens: int, max_model_len: int, cache_tokens: int) -> list[Load]:
-    """As many as this engine has room for."""
+
+def loads(
+    *, slots: int, max_batch_tokens: int, max_model_len: int, cache_tokens: int, draft_tokens: int = 0
+) -> list[Load]:
+    """As many as this engine has room for. draft_tokens: most of a decode."""
     room = int(_FRACTION * cache_tokens)
     longest = max(1, min(int(_FRACTION * max_batch_tokens), max_model_len - 2, room // 2, _LONGEST_PROMPT))
     prompts = tuple(max(1, longest * (1 + at % 4) // 4) for at in range(_PROMPTS))
-    each = _SHORT_PROMPT + Load(0, prompts).most_steps
-    most = min(slots - 1, (room - longest) // each, max_batch_tokens - longest)
+    tokens_per_step = 1 + draft_tokens
+    each = _SHORT_PROMPT + Load(0, prompts, tokens_per_step).output_tokens
+    most = min(slots - 1, (room - longest) // each, (max_batch_tokens - longest) // tokens_per_step)
     sizes = {size for size in (most // 4, most) if size >= 1} if each < max_model_len else set()
-    return [Load(0, prompts), *(Load(size, prompts) for size in sorted(sizes))]
+    return [Load(0, prompts), *(Load(size, prompts, tokens_per_step) for size in sorted(sizes))]
 
 
 class Measured(Protocol):
@@ -99,7 +109,7 @@ class _Run:
         ids = {f"{self._name}-d{number}" for number in range(load.decoding)}
         try:
             for request_id in ids:
-                await self._add(request_id, _SHORT_PROMPT, output_tokens=load.most_steps)
+                await self._add(request_id, _SHORT_PROMPT, output_tokens=load.output_tokens)
             await self._until(lambda: all(self._tokens.get(one, 0) > _ALONE_STEPS for one in ids))
             yield ids or {""}
         finally:

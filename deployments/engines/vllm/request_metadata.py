@@ -22,6 +22,8 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     ttft_left_s: seconds until its first token is due, as of when the router sent it, below 0 when it is late; None when
         nothing is promised, or the client has its first token.
     tpot_s: seconds per token after the first that it was promised, on average over its answer; None when nothing is.
+    e2e_left_s: seconds until its last token is due, as of when the router sent it, below 0 when it is late; None when
+        nothing is promised.
     resumed: it goes on after a lost replica or a recall, and its client has a part of the answer.
     fills_idle: its class takes what the others leave.
     unread_tokens: of its prompt, those that a replica with nothing of it would read; None counts all.
@@ -34,6 +36,7 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     bin_index: int | None = None
     ttft_left_s: float | None = None
     tpot_s: float | None = None
+    e2e_left_s: float | None = None
     resumed: bool = False
     fills_idle: bool = False
     unread_tokens: int | None = None

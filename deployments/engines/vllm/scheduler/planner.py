@@ -13,6 +13,8 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from deployments.engines.features import Feature, why_off
+from deployments.engines.vllm.causes import passing_causes
 from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
@@ -20,7 +22,17 @@ from deployments.engines.vllm.scheduler.telemetry import Telemetry
 from policies.engine.standing_plan import StandingPlan
 from policies.live import Live
 from policies.router.credit import MemoryBound
-from policies.types import BatchPolicy, FinishedRequest, Limit, Paced, Phase, StepPlan, StepResult, chunk_kv_tokens
+from policies.types import (
+    BatchPolicy,
+    FinishedRequest,
+    Foreseen,
+    Limit,
+    Paced,
+    Phase,
+    StepPlan,
+    StepResult,
+    chunk_kv_tokens,
+)
 
 
 class Planner:
@@ -33,36 +45,47 @@ class Planner:
     """
 
     def __init__(
-        self, scheduler: Any, policy: BatchPolicy, *, phases_work: bool, on_step: Callable[[StepResult], None]
+        self,
+        scheduler: Any,
+        policy: BatchPolicy,
+        *,
+        phases_work: bool,
+        cuts_prompts: bool,
+        on_step: Callable[[StepResult], None],
     ) -> None:
-        """phases_work: whether prefill and decode can be kept apart."""
-        self.policy = policy
+        """Args:
+        phases_work: whether prefill and decode can be kept apart, but for causes that pass.
+        cuts_prompts: whether a step may be smaller than vLLM's.
+        """
+        self._goes_by(policy)
         self.memory = MemoryBound()
-        self._scheduler, self._phases_work, self._on_step = scheduler, phases_work, on_step
+        self._scheduler, self._phases_ever_work, self._on_step = scheduler, phases_work, on_step
         self._telemetry: Telemetry = scheduler.telemetry
         self._whole_budget: int = scheduler.max_num_scheduled_tokens
-        # Where prompts, drafts, images or states cannot be cut anywhere, a smaller budget might let nothing through.
-        self._cuts_prompts = bool(
-            scheduler.scheduler_config.enable_chunked_prefill
-            and not scheduler.num_spec_tokens
-            and not scheduler.max_num_encoder_input_tokens
-            and not scheduler.need_mamba_block_aligned_split
-        )
+        self._cuts_prompts = cuts_prompts
         self._slots: Live[int] = scheduler.slots
-        self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=self._cuts_prompts)
+        self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=cuts_prompts)
         self._account = StepAccount(scheduler.clock.now())
         self._standing: StandingPlan[Request] | None = None
         self.queue = PromiseQueue(
-            lambda request: self._taker.waiting(request, scheduler.clock.now()), scheduler.late_patience_s
+            lambda request: self._taker.waiting(request, scheduler.clock.now(), self._answers),
+            scheduler.late_patience_s,
         )
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
+        self._told_context_tokens = 0.0  # by the last one
         self._now_s: float = scheduler.clock.now()
         self._planned: StepPlan | None = None  # of the step that is being scheduled
 
+    def _goes_by(self, policy: BatchPolicy) -> None:
+        self.policy = policy
+        # Looked at once: at every step it would cost more than many a plan.
+        self._paced: Paced | None = policy if isinstance(policy, Paced) else None
+        self._answers: Foreseen | None = None if self._paced is None else self._paced.answers
+
     def settings_changed(self, policy: BatchPolicy) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
-        self.policy = policy
+        self._goes_by(policy)
         self._account.renumber(self._taker.settings_changed())
         self._standing = None
 
@@ -70,66 +93,82 @@ class Planner:
         return self._taker.take(self._scheduler.clock.now(), in_flight=self._account.in_flight)
 
     def unread(self) -> dict[str, Any]:
-        """What has to be read yet and how fast that goes, for routers."""
+        """What has to be read yet and how fast that goes, for routers; and what became of drafts."""
         promised = self.queue.promised
         in_progress = _unread_tokens(prompts_in_progress(self._scheduler))
         return {
             "unread_prompt_tokens": in_progress + promised.in_time_tokens,
             "late_requests": len(promised) - promised.in_time,
+            "late_wait_seconds": promised.late_wait_s(self._scheduler.clock.now()),
             "seconds_per_prompt_token": self._pace,
+            **({} if self._taker.drafted is None else {"drafts": self._taker.drafted.numbers()}),
         }
 
     @property
     def _pace(self) -> float | None:
         """Seconds that a prompt token takes; None while that is not known."""
-        return self.policy.seconds_per_prompt_token if isinstance(self.policy, Paced) else None
+        return None if self._paced is None else self._paced.seconds_per_prompt_token
 
     # Before a step
 
     def arrived(self, request: Request) -> None:
         """It has come to the scheduler."""
         known = self._taker.known(request, self._scheduler.clock.now())
+        if known.ends_by_s < inf and self._answers is not None:
+            self._taker.foretold(request, known, self._answers)
         if self._standing is not None:
-            self._standing.arrived(promised=min(known.deadline_s, known.tpot_s) < inf)
+            self._standing.arrived(promised=min(known.deadline_s, known.tpot_s, known.ends_by_s) < inf)
 
     def before_step(self, throttle_prefills: bool) -> bool:
         """Set vLLM's knobs for the next step. Returns whether prompts are put off in it."""
         began, scheduler = time.perf_counter(), self._scheduler
         self._now_s = scheduler.clock.now()
         self._chunks, self._context_tokens = prompts_in_progress(scheduler), None
+        decodes = len(scheduler.running) - len(self._chunks)
+        drafts = self._drafts(decodes)
         standing = self._standing
-        if standing is None or not standing.stands(
-            departed=self._taker.departed, prompts_in_progress=bool(self._chunks)
+        if (
+            standing is None
+            or not standing.stands(departed=self._taker.departed, prompts_in_progress=bool(self._chunks))
+            or (standing.plan.phase is not Phase.MIXED and not self._phases_work())
         ):
             self.report()
-            standing = self._standing = self._asked()
+            standing = self._standing = self._asked(drafts)
         self._planned = plan = standing.plan
-        if plan.phase is Phase.DECODE:
+        if plan.phase is Phase.DECODE or self._reads_nothing(plan, decodes):
             throttle = self._hold_back()
         else:
             throttle = throttle_prefills and plan.phase is Phase.MIXED
             # As vLLM counts: a session that waits for input holds its slot.
-            active = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
-            scheduler.max_num_active_reqs = min(standing.cap(active), self._slots.now)
-        decodes = len(scheduler.running) - len(self._chunks)
-        budget = plan.budget(decodes) if self._cuts_prompts else self._whole_budget
+            idle = scheduler.num_waiting_for_streaming_input
+            running = len(scheduler.running)
+            beside_late = idle + self.queue.promised.cap(running, plan.most(self._slots.now) - idle)
+            scheduler.max_num_active_reqs = min(standing.cap(running + idle), beside_late, self._slots.now)
+        budget = plan.budget(decodes, drafts or 0) if self._cuts_prompts else self._whole_budget
         scheduler.max_num_scheduled_tokens = min(budget, self._whole_budget)
         if plan.phase is Phase.PREFILL:
             self._leave_out(request for request in scheduler.running if not request.is_prefill_chunk)
         self._leave_out(standing.held)
+        if plan.max_prefill_tokens is not None:
+            self._put_decodes_first()
         self._telemetry.planned(plan, time.perf_counter() - began)
         return throttle
 
-    def _asked(self) -> StandingPlan[Request]:
+    def _asked(self, draft_tokens: int | None) -> StandingPlan[Request]:
         """The policy's plan; mixed where phases cannot be kept apart, which another's policy does not know."""
         held = self._split()
         snapshot = self._taker.take(self._now_s, in_flight=self._account.in_flight)
         self._chunks, self._context_tokens = snapshot.chunks, snapshot.mean_context_tokens
-        plan = self.policy.plan(snapshot.state)
+        self._told_context_tokens = snapshot.mean_context_tokens
+        in_flight = self._account.unfinished(self._now_s)
+        state = snapshot.state._replace(
+            unread=self.queue.promised.unread, in_flight=in_flight, draft_tokens=draft_tokens
+        )
+        plan = self.policy.plan(state)
         by_memory = plan.limited_by is Limit.MEMORY
         self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=by_memory)
-        if plan.phase is not Phase.MIXED and not self._phases_work:
-            plan = plan._replace(phase=Phase.MIXED, steps=1)
+        if plan.phase is not Phase.MIXED and not self._phases_work():
+            plan = plan._replace(phase=Phase.MIXED, steps=1, starts=inf)
         # A plan asks for one request at least, also where idle ones hold every slot.
         size = min(plan.max_batch_size + snapshot.idle_slots, self._slots.now)
         # What leaves from now on is counted without those whose last token is in flight.
@@ -139,9 +178,36 @@ class Planner:
     def _split(self) -> list[Request]:
         """Sort the queue by which requests can still be in time, where that may have changed. Returns which prompts in
         progress had better wait for others."""
-        if self._pace is None or not (self.queue.promised.changed or self._chunks):
+        pace = self._pace if self.queue.promised.changed or self._chunks else None
+        if self._paced is None or pace is None:
             return []
-        return self.queue.promised.split(self._now_s, self._pace, self._taker.reading(self._chunks, self._now_s))
+        answers, price = self._paced.answers, self._paced.answer_price(self._told_context_tokens)
+        reading = self._taker.reading(self._chunks, self._now_s, answers)
+        return self.queue.promised.split(
+            self._now_s, pace, reading, answer_price=price, step_s=answers.seconds_per_token
+        )
+
+    def _drafts(self, decodes: int) -> int | None:
+        """Tokens that vLLM takes into the step beside one of each request that decodes; None without drafts."""
+        if (drafted := self._taker.drafted) is None:
+            return None
+        drafted.shorten(self.policy, decodes * self._told_context_tokens)
+        return drafted.waiting()
+
+    def _reads_nothing(self, plan: StepPlan, decodes: int) -> bool:
+        """Whether no prompt may be read beside those that decode. A budget alone would let through as many tokens as
+        requests have their last token in flight, at the price of a step that reads."""
+        return plan.max_prefill_tokens == 0 and decodes > 0 and self._phases_work()
+
+    def _phases_work(self) -> bool:
+        return self._phases_ever_work and not why_off(Feature.PHASES, passing_causes(self._scheduler))
+
+    def _put_decodes_first(self) -> None:
+        """vLLM goes through the batch in its order: a prompt in progress before others would take the tokens that the
+        budget has for their decodes. One that was held back is passed by those that started after it."""
+        chunks, running = set(self._chunks), self._scheduler.running
+        if chunks and not chunks.issuperset(running[-len(chunks) :]):
+            running.sort(key=chunks.__contains__)
 
     def _hold_back(self) -> bool:
         """Let no request start or go on with a prompt."""
@@ -158,6 +224,7 @@ class Planner:
     def paused(self) -> None:
         """Steps are taken without a plan."""
         self._standing = self._planned = None
+        self._account.rests()
 
     # After a step
 
@@ -204,18 +271,29 @@ class Planner:
                 joining[request_id] = held + tokens
         return joining, kv_tokens
 
-    def ended(self, output: SchedulerOutput, now_s: float) -> None:
+    def verified(self, output: SchedulerOutput, sampled: Any) -> int:
+        """As `DraftedTokens.verified`; 0 without drafts."""
+        if (drafted := self._taker.drafted) is None:
+            return 0
+        began = time.perf_counter()
+        accepted = drafted.verified(output, sampled)
+        self._telemetry.spent(time.perf_counter() - began)
+        return accepted
+
+    def ended(self, output: SchedulerOutput, now_s: float, accepted_tokens: int) -> None:
         """The results of a step have come."""
         began = time.perf_counter()
-        if first := self._account.ended(output, now_s):
-            self._taker.has_first_token(first, now_s)
+        goes_on = bool(self._scheduler.running)
+        if first := self._account.ended(output, now_s, goes_on=goes_on, accepted_tokens=accepted_tokens):
+            for known in self._taker.has_first_token(first, now_s):
+                self._telemetry.gaps.has_first_token(known, self._account.noted)
         self._telemetry.spent(time.perf_counter() - began)
 
     def report(self) -> None:
         """Tell the policy and others of the steps that have ended since they were last told."""
-        for result in self._account.results(self._forget):
+        for result, between_s in self._account.results(self._forget):
             self.policy.observe(result)
-            self._telemetry.observed(result)
+            self._telemetry.observed(result, between_s, self.policy)
             self._on_step(result)
 
     # The end of a request
@@ -240,6 +318,8 @@ class Planner:
         """Returns what policies are told of it."""
         known = self._taker.known(request, self._scheduler.clock.now())
         self._taker.forget(request)
+        if request.is_finished() and not _is_aborted(request):
+            self._telemetry.gaps.leaves(known, request.num_output_tokens)
         return FinishedRequest(
             prompt_tokens=request.num_prompt_tokens,
             output_tokens=request.num_output_tokens,

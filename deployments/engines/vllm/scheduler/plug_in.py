@@ -27,6 +27,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, StreamingUpdate
 
 from deployments.config.scheduler import SchedulerSettings
+from deployments.engines.features import Cause, Feature, switched_off, why_off
+from deployments.engines.vllm.causes import causes_of_scheduler, passing_causes
 from deployments.engines.vllm.scheduler.planner import Planner
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
 from policies.errors import ConfigError, SluiceError
@@ -126,28 +128,22 @@ class SluiceScheduler(AsyncScheduler):
                 self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
                 self._requeue(create_request_queue(self.policy))
             return
+        causes = causes_of_scheduler(self)
+        phases_work = not why_off(Feature.PHASES, causes)
         policy = settings.build_policy(
             learned=planner.policy if planner else None,
             before=self.settings,
-            phases=self._phases_work,
+            phases=phases_work,
             speculates=self.num_spec_tokens > 0,
         )
         self.live_settings.replace(settings)
         if planner is not None:
             planner.settings_changed(policy)
             return
-        self.planner = Planner(self, policy, phases_work=self._phases_work, on_step=self._note)
+        cuts_prompts = not why_off(Feature.CUT_PROMPTS, causes)
+        self.planner = Planner(self, policy, phases_work=phases_work, cuts_prompts=cuts_prompts, on_step=self._note)
         if self.policy == SchedulingPolicy.FCFS:
             self._requeue(self.planner.queue)
-
-    @property
-    def _phases_work(self) -> bool:
-        """Whether phases can be kept apart.
-
-        Data-parallel ranks step together, a KV connector admits in every step, and which adapters are in use vLLM tells
-        by the decodes of the step: a step without them would start more adapters than a later one can hold.
-        """
-        return self.parallel_config.data_parallel_size == 1 and self.connector is None and self.lora_config is None
 
     def _note(self, result: StepResult) -> None:
         if self.on_step is not None:
@@ -183,9 +179,11 @@ class SluiceScheduler(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         now_s = self.clock.now()
+        planner = self.planner
+        accepted = 0 if planner is None else planner.verified(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.planner is not None:
-            self.planner.ended(scheduler_output, now_s)
+        if planner is not None:
+            planner.ended(scheduler_output, now_s, accepted)
         return outputs
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
@@ -208,8 +206,9 @@ class SluiceScheduler(AsyncScheduler):
 
 
 def core_status(core: Any) -> dict[str, Any]:
-    """Engine-core utility `sluice_status`: counts of any scheduler, and what ours has to say."""
+    """Engine-core utility `sluice_status`: counts of any scheduler, what is off, and what ours has to say."""
     scheduler = core.scheduler
+    plans = isinstance(scheduler, SluiceScheduler) and scheduler.planner is not None
     running, waiting = scheduler.get_request_counts()
     cache = scheduler.kv_cache_manager
     counts = {
@@ -218,6 +217,9 @@ def core_status(core: Any) -> dict[str, Any]:
         "free_blocks": cache.block_pool.get_num_free_blocks(),
         "total_blocks": cache.block_pool.num_gpu_blocks,
         "kv_cache_usage_ratio": cache.usage,
+        "off": switched_off(
+            causes_of_scheduler(scheduler) | passing_causes(scheduler) | (set() if plans else {Cause.STOCK})
+        ),
     }
     if cache.enable_caching and (hits := cache.prefix_cache_stats) is not None:
         counts |= {"prefix_cache_query_tokens": hits.queries, "prefix_cache_hit_tokens": hits.hits}

@@ -23,11 +23,14 @@ from vllm.v1.request import Request, RequestStatus
 from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
 from deployments.engines.vllm.scheduler.blocks import pool_share
-from policies.engine.promised_queue import Waiting
+from deployments.engines.vllm.scheduler.columns import Columns
+from deployments.engines.vllm.scheduler.drafted import DraftedTokens, Place
+from policies.engine.promised_queue import NOTHING_LEFT, Waiting
 from policies.live import Live
-from policies.types import BatchState, RequestView, RunningRequests
+from policies.types import BatchState, Foreseen, IntArray, Left, RequestView, RunningRequests
 
 _computed = attrgetter("num_computed_tokens")
+_row = attrgetter("row")
 # Most requests of the queue that are shown: no step starts more.
 _WINDOW = 256
 
@@ -55,6 +58,13 @@ class Snapshot(NamedTuple):
         return (running.total_tokens - sum([one.num_tokens for one in chunks])) / decoding if decoding else 0.0
 
 
+class StepSeconds(NamedTuple):
+    """Seconds of steps: as they were planned, and from begin to result."""
+
+    believed_s: float
+    in_steps_s: float
+
+
 class Known:
     """What is kept of a request until it is forgotten.
 
@@ -63,26 +73,37 @@ class Known:
         arrived_s: when it came, by the driver's clock: vLLM's own stamp is that of the router's clock, and from before
             the wait there.
         deadline_s: when its first token is due, by the driver's clock; inf where none was promised.
+        ends_by_s: when its last token is due, likewise.
         first_token_s: when it came; NaN before.
-        class_index, tpot_s: by the settings in force.
+        row: of `Columns`.
+        at_first: seconds of all steps up to that, as `PromisedGaps` adds them up; None before they are known.
+        class_index, slo_class, tpot_s: by the settings in force; slo_class "" where it is of no class.
         view: as it was last shown, or None.
     """
 
-    __slots__ = ("arrived_s", "class_index", "deadline_s", "first_token_s", "told", "tpot_s", "view")
+    __slots__ = (
+        "arrived_s", "at_first", "class_index", "deadline_s", "ends_by_s", "first_token_s", "row", "slo_class", "told",
+        "tpot_s", "view",
+    )  # fmt: skip
 
-    def __init__(self, told: RequestMetadata, arrived_s: float) -> None:
-        self.told, self.arrived_s = told, arrived_s
+    def __init__(self, told: RequestMetadata, arrived_s: float, row: int) -> None:
+        self.told, self.arrived_s, self.row = told, arrived_s, row
         self.first_token_s = nan
+        self.at_first: StepSeconds | None = None
 
     def judged_by(self, settings: SchedulerSettings, names: Sequence[str | None]) -> None:
         """Take class and promises by these settings, where the request itself brings none. One of a class that is not
         among `names` counts as one of no class."""
         told = self.told
         self.class_index = names.index(told.slo_class) if told.slo_class in names else 0
+        self.slo_class = names[self.class_index] or ""
         left_s = settings.ttft_s if told.ttft_left_s is None else told.ttft_left_s
         promised = left_s is not None and isfinite(left_s) and not told.resumed
         self.deadline_s: float = self.arrived_s + left_s if promised and left_s is not None else inf
         self.tpot_s: float = told.tpot_s or settings.tpot_s or inf
+        ends_s = settings.e2e_s if told.e2e_left_s is None else told.e2e_left_s
+        due = ends_s is not None and isfinite(ends_s) and not told.fills_idle
+        self.ends_by_s: float = self.arrived_s + ends_s if due and ends_s is not None else inf
         self.view: RequestView | None = None
 
 
@@ -93,7 +114,11 @@ def prompts_in_progress(scheduler: Scheduler) -> tuple[Request, ...]:
 
 
 class SnapshotTaker:
-    """Takes snapshots of one scheduler, and keeps what is known of each request that it holds."""
+    """Takes snapshots of one scheduler, and keeps what is known of each request that it holds.
+
+    Attributes:
+        drafted: tokens that are drafted; None where none are.
+    """
 
     def __init__(self, scheduler: Any, max_batch_tokens: int, *, cuts_prompts: bool) -> None:
         self._scheduler: Scheduler = scheduler
@@ -104,6 +129,9 @@ class SnapshotTaker:
         self._class_names = self._settings.now.class_names  # by class_index
         self._pool = pool_share(scheduler)
         self._known: dict[Request, Known] = {}
+        self._columns = Columns()
+        self.drafted = DraftedTokens(scheduler, self._place) if scheduler.num_spec_tokens else None
+        self._columns.drafts = self.drafted.drafts if self.drafted else None
         self._started = 0  # times that a request came into the batch
 
     def settings_changed(self) -> list[int]:
@@ -113,15 +141,18 @@ class SnapshotTaker:
         if self._settings.now.policy is None:  # one of somebody's own knows the classes that it began with
             self._class_names = self._settings.now.class_names
         names = self._class_names
-        for known in self._known.values():
+        for request, known in self._known.items():
             known.judged_by(self._settings.now, names)
+            self._note(request, known)
         return [names.index(name) if name in names else 0 for name in before]
 
     def take(self, now_s: float, *, in_flight: bool) -> Snapshot:
         """now_s: the driver's clock; in_flight: whether steps have no result yet."""
         scheduler = self._scheduler
         chunks = prompts_in_progress(scheduler)
-        requests = [one for one in scheduler.running if not (in_flight and _last_token_in_flight(one))]
+        requests = scheduler.running
+        if in_flight:
+            requests = [one for one in requests if not _last_token_in_flight(one)]
         ending = len(scheduler.running) - len(requests)
         running = self._running(requests, chunks, now_s)
         idle = ending + scheduler.num_waiting_for_streaming_input
@@ -167,33 +198,61 @@ class SnapshotTaker:
         if known is None:
             params = request.sampling_params
             told = metadata_of(params.extra_args if params else None)
-            known = self._known[request] = Known(told, now_s)
+            known = self._known[request] = Known(told, now_s, self._columns.add())
             known.judged_by(self._settings.now, self._class_names)
+            self._note(request, known)
+            if self.drafted is not None:
+                self.drafted.drafts.add(known.row, known.slo_class)
         return known
 
-    def forget(self, request: Request) -> None:
-        self._known.pop(request, None)
+    def _place(self, request: Request) -> Place | None:
+        known = self._known.get(request)
+        return None if known is None else Place(known.row, known.slo_class)
 
-    def has_first_token(self, request_ids: Sequence[str], now_s: float) -> None:
-        """These have got their first tokens, as far as they are still there."""
-        for request in map(self._scheduler.requests.get, request_ids):
-            known = None if request is None else self._known.get(request)
+    def _note(self, request: Request, known: Known) -> None:
+        """What is known of it has changed."""
+        self._columns.write(
+            known.row,
+            prompt_tokens=request.num_prompt_tokens,
+            class_index=known.class_index,
+            predicted_output_tokens=known.told.predicted_output_tokens,
+            deadline_s=known.deadline_s,
+            first_token_s=known.first_token_s,
+            tpot_s=known.tpot_s,
+            ends_by_s=known.ends_by_s,
+        )
+
+    def forget(self, request: Request) -> None:
+        known = self._known.pop(request, None)
+        if known is not None:
+            self._columns.remove(known.row)
+
+    def has_first_token(self, request_ids: Sequence[str], now_s: float) -> Iterator[Known]:
+        """These have got a token; those for which it is the first, as far as they are still there."""
+        for request_id in request_ids:
+            if (request := self._scheduler.requests.get(request_id)) is None:
+                continue
+            known = self._known.get(request)
             if known is not None and isnan(known.first_token_s):
                 known.first_token_s = now_s
+                self._note(request, known)
+                yield known
 
-    def waiting(self, request: Request, now_s: float) -> Waiting[Request]:
+    def waiting(self, request: Request, now_s: float, answers: Foreseen | None) -> Waiting[Request]:
         """As it stands in the queue."""
         known = self.known(request, now_s)
         return Waiting(
             request,
             arrival_s=known.arrived_s,
             deadline_s=known.deadline_s if isnan(known.first_token_s) else inf,
+            ends_by_s=known.ends_by_s,
             unread_tokens=request.num_tokens - self._hit_tokens(request),
+            left=_left(request, known, answers),
             resumed=known.told.resumed,
             fills_idle=known.told.fills_idle,
         )
 
-    def reading(self, chunks: Sequence[Request], now_s: float) -> list[Waiting[Request]]:
+    def reading(self, chunks: Sequence[Request], now_s: float, answers: Foreseen) -> list[Waiting[Request]]:
         """Prompts in progress, with what is left of them."""
         known = [(request, self.known(request, now_s)) for request in chunks]
         return [
@@ -201,12 +260,20 @@ class SnapshotTaker:
                 request,
                 arrival_s=one.arrived_s,
                 deadline_s=one.deadline_s,
+                ends_by_s=one.ends_by_s,
                 unread_tokens=request.num_tokens - request.num_computed_tokens,
+                left=_left(request, one, answers),
                 resumed=one.told.resumed or not isnan(one.first_token_s),
+                fills_idle=one.told.fills_idle,
                 reads=True,
             )
             for request, one in known
         ]
+
+    def foretold(self, request: Request, known: Known, answers: Foreseen) -> None:
+        """Let it be known that this one has come."""
+        left, unread_tokens = _left(request, known, answers), request.num_tokens - self._hit_tokens(request)
+        answers.come(known.arrived_s, known.ends_by_s, unread_tokens, left)
 
     def _hit_tokens(self, request: Request) -> int:
         """Tokens of the prompt that vLLM's cache holds. Does not change the cache."""
@@ -220,26 +287,27 @@ class SnapshotTaker:
     def _running(self, requests: Sequence[Request], chunks: tuple[Request, ...], now_s: float) -> RunningRequests:
         """The batch as arrays."""
         n = len(requests)
-        known = [self.known(request, now_s) for request in requests]
-        prompt = np.array([one.num_prompt_tokens for one in requests], dtype=np.int64)
+        rows = self._rows(requests, now_s)
+        counts, times = self._columns.pick(rows)
+        brought = self._columns.tokens_per_step(rows)
         computed = np.fromiter(map(_computed, requests), np.int64, n)
-        output, left = computed - prompt + 1, np.zeros(n, dtype=np.int64)
-        if chunks:
-            reading = set(chunks)
-            for at, request in enumerate(requests):
-                if request in reading:
-                    left[at] = request.num_tokens - request.num_computed_tokens
-                    output[at] = request.num_output_tokens
+        output, left = computed - counts[0] + 1, np.zeros(n, dtype=np.int64)
+        for request in chunks:
+            at = requests.index(request)
+            left[at] = request.num_tokens - request.num_computed_tokens
+            output[at] = request.num_output_tokens
+        predicted, deadline_s, first_token_s, tpot_s, ends_by_s = times
         return RunningRequests(
-            prompt,
-            output,
-            left,
-            np.array([one.class_index for one in known], dtype=np.int64),
-            np.array([one.told.predicted_output_tokens for one in known], dtype=np.float64),
-            np.array([one.deadline_s for one in known], dtype=np.float64),
-            np.array([one.first_token_s for one in known], dtype=np.float64),
-            np.array([one.tpot_s for one in known], dtype=np.float64),
+            counts[0], output, left, counts[1], predicted, deadline_s, first_token_s, tpot_s, ends_by_s, brought
         )
+
+    def _rows(self, requests: Sequence[Request], now_s: float) -> IntArray:
+        """Where they stand in the columns."""
+        try:
+            known = map(self._known.__getitem__, requests)
+            return np.fromiter(map(_row, known), np.int64, len(requests))
+        except KeyError:  # some came while nothing was planned
+            return np.array([self.known(request, now_s).row for request in requests], dtype=np.int64)
 
     # The waiting queue
 
@@ -297,8 +365,19 @@ class SnapshotTaker:
                 slo_class=known.told.slo_class,
                 deadline_s=known.deadline_s,
                 tpot_s=known.tpot_s,
+                ends_by_s=known.ends_by_s,
             )
         return view
+
+
+def _left(request: Request, known: Known, answers: Foreseen | None) -> Left:
+    """Tokens that its answer has left, within its own limit: others like it may have had none."""
+    if answers is None:
+        return NOTHING_LEFT
+    made = request.num_output_tokens
+    left = answers.left(known.class_index, known.told.predicted_output_tokens, made)
+    most = float(max(1, request.max_tokens - made))
+    return left if max(left) <= most else Left(*[min(each, most) for each in left])
 
 
 def _last_token_in_flight(request: Request) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deployments.engines.vllm.scheduler.gaps import PromisedGaps
 from policies.engine.auto import Auto
 from policies.types import BatchPolicy, BatchState, Phase, StepPlan, StepResult, Targeted
 
@@ -10,13 +11,18 @@ _QUANTILES = (0.5, 0.9, 0.99)
 
 
 class Telemetry:
-    """Counters since the start, and the last plan. Reading it costs, counting hardly does."""
+    """Counters since the start, and the last plan. Reading it costs, counting hardly does.
+
+    Attributes:
+        gaps: mean times between tokens, believed and real.
+    """
 
     def __init__(self) -> None:
+        self.gaps = PromisedGaps()
         self._plan: StepPlan | None = None
         self._steps = dict.fromkeys(("prefill", "decode", "mixed", "empty"), 0)
         self._preemptions = self._finished = self._switches = 0
-        self._busy_s = 0.0
+        self._busy_s = self._between_s = 0.0
         self.overhead_s = 0.0
 
     def planned(self, plan: StepPlan, overhead_s: float) -> None:
@@ -28,11 +34,16 @@ class Telemetry:
     def spent(self, overhead_s: float) -> None:
         self.overhead_s += overhead_s
 
-    def observed(self, result: StepResult) -> None:
+    def observed(self, result: StepResult, between_s: float, policy: BatchPolicy) -> None:
+        """The policy has observed it; between_s: of its seconds, those before its begin."""
         self._steps[_kind(result)] += 1
         self._preemptions += result.preempted
         self._finished += len(result.finished)
         self._busy_s += result.step_s
+        self._between_s += between_s
+        believed_s = policy.believed_step_s if isinstance(policy, Auto) else None
+        believed_s = result.step_s if believed_s is None else believed_s
+        self.gaps.step(result, between_s=between_s, believed_s=believed_s)
 
     def of_steps(self) -> dict[str, Any]:
         plan = self._plan
@@ -47,7 +58,9 @@ class Telemetry:
             "preemptions": self._preemptions,
             "finished": self._finished,
             "busy_seconds": self._busy_s,
+            "between_seconds": self._between_s,
             "planning_seconds": self.overhead_s,
+            "promised_gaps": self.gaps.numbers(),
         }
 
     def of_policy(self, policy: BatchPolicy, state: BatchState) -> dict[str, Any]:
@@ -67,6 +80,7 @@ class Telemetry:
             **cycle,  # in "mixed" the policy does not look for one
             "exclusive": phases.exclusive,
             "overcommit": policy.overcommit,
+            **policy.step_errors,
             "step_times": {kind: {name: getattr(form, name) for name in names} for kind, form in forms.items()},
             "output_tokens": {} if law is None else {f"p{100 * q:g}": law.quantile(q) for q in _QUANTILES},
         }

@@ -1,6 +1,7 @@
 """What an engine core says of its prefix cache, against vLLM's own look-ups; and how routers hash prompts."""
 
 import logging
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,31 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.utils.hashing import get_hash_fn_by_name, sha256
 from vllm.v1.core import block_pool, kv_cache_utils
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, get_kv_cache_coordinator
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.request import Request
 
 from deployments.engines.vllm import cached_blocks
-from deployments.engines.vllm.cached_blocks import core_blocks, note_cached_blocks, request_block_hashes
+from deployments.engines.vllm.cached_blocks import (
+    block_hashing,
+    core_blocks,
+    note_cached_blocks,
+    request_block_hashes,
+)
 from deployments.engines.vllm.engine import VllmEngine
+from deployments.engines.vllm.layer_groups import layer_groups
+from policies.router.cached_prefix import LayerGroup
 from router.cached_blocks import BlockChanges, BlockHashing, BlockSet, CachedBlocks
 from router.metrics import RouterMetrics
 from tests.deployments.engines.vllm.links import core_link
@@ -31,6 +49,7 @@ from tests.virtual_engine import VirtualEngine
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 BLOCK = 16
+SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,17 +106,21 @@ def prompt_of(session: int, turns: int) -> list[int]:
 Step = tuple[str, int, int]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["run"] * 6 + ["step"] * 2 + ["reset"]), st.integers(0, 5), st.integers(1, 8)),
         min_size=20,
         max_size=40,
-    )
+    ),
+    st.sampled_from([(), (), (64,), (40, 100)]),
 )
-def test_predicted_hits_are_vllms_own_whatever_was_evicted_and_after_a_reset(steps: list[Step]) -> None:
+def test_predicted_hits_are_vllms_own_whatever_was_evicted_and_after_a_reset(
+    steps: list[Step], windows: tuple[int, ...]
+) -> None:
     """The cache holds two long sessions of six."""
-    engine = VirtualEngine(blocks=40, slots=4, budget=128, enable_prefix_caching=True)
+    blocks = 40 * (1 + len(windows))
+    engine = VirtualEngine(blocks=blocks, slots=4, budget=128, windows=windows, enable_prefix_caching=True)
     router = Router(engine)
     for number, (what, session, turns) in enumerate(steps):
         prompt = prompt_of(session, turns)
@@ -108,6 +131,69 @@ def test_predicted_hits_are_vllms_own_whatever_was_evicted_and_after_a_reset(ste
         router.follow()
         for each in range(6):
             assert router.predicted(prompt_of(each, 8)) == router.real(prompt_of(each, 8))
+
+
+FULL = FullAttentionSpec(**SHAPE, block_size=BLOCK)
+LONG = FullAttentionSpec(**SHAPE, block_size=2 * BLOCK)
+CHUNKS = ChunkedLocalAttentionSpec(**SHAPE, block_size=BLOCK, attention_chunk_size=5 * BLOCK)
+
+
+def window(tokens: int, blocks: int = 1) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**SHAPE, block_size=blocks * BLOCK, sliding_window=tokens)
+
+
+def coordinator_of(*specs: KVCacheSpec, use_eagle: bool = False) -> KVCacheCoordinator:
+    groups = [KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(specs)]
+    return get_kv_cache_coordinator(
+        KVCacheConfig(num_blocks=64, kv_cache_tensors=[], kv_cache_groups=groups),
+        max_model_len=2048,
+        max_in_flight_tokens=128,
+        use_eagle=use_eagle,
+        enable_caching=True,
+        enable_kv_cache_events=False,
+        dcp_world_size=1,
+        pcp_world_size=1,
+        scheduler_block_size=max(spec.block_size for spec in specs),
+        hash_block_size=BLOCK,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(
+        [
+            (window(40),),
+            (FULL, window(33)),
+            (FULL, window(40), window(16), window(40)),
+            (window(100), LONG, window(20), LONG),
+            (FULL, window(70, blocks=2)),
+            (CHUNKS, FULL),
+            (CHUNKS,),
+        ]
+    ),
+    st.integers(1, 16 * BLOCK),
+    st.data(),
+)
+def test_hits_of_several_kinds_of_layers_are_vllms_own_whatever_blocks_are_there(
+    specs: tuple[KVCacheSpec, ...], tokens: int, data: st.DataObject
+) -> None:
+    kv_cache_utils.init_none_hash(sha256)
+    coordinator = coordinator_of(*specs)
+    hashes = [BlockHash(bytes([block]) * 32) for block in range(tokens // BLOCK)]
+    table, held = coordinator.block_pool.cached_block_hash_to_block, KVCacheBlock(1)
+    for group_id, spec in enumerate(specs):
+        missing = data.draw(st.sets(st.integers(0, 15), max_size=5))
+        for block, its_hash in enumerate(hashes[spec.block_size // BLOCK - 1 :: spec.block_size // BLOCK]):
+            if block not in missing:
+                table.insert(make_block_hash_with_group_id(its_hash, group_id), held)
+    known = CachedBlocks(ManualClock(), RouterMetrics())
+    known.apply(
+        "r", msgspec.convert({**table.changes(None), "hashing": block_hashing(coordinator, "sha256")}, BlockChanges)
+    )
+    assert known.hashing is not None
+    blocks = array("Q", b"".join(each[:8] for each in hashes))
+    found = known.hit_tokens(blocks, tokens, known.hashing)["r"]
+    assert found == coordinator.find_longest_cache_hit(hashes, tokens - 1)[1]
 
 
 def test_each_turn_of_a_conversation_hits_what_its_engine_has_kept_of_the_turn_before() -> None:
@@ -227,14 +313,19 @@ def test_a_request_for_which_vllm_looks_nothing_up_has_no_blocks() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"enable_prefix_caching": True, "windows": (64,)}, "whole context"),
-        ({"enable_prefix_caching": True, "states": 1}, "whole context"),
+        ({"enable_prefix_caching": False}, "no prefix cache"),
+        ({"enable_prefix_caching": True, "states": 1}, "layers that keep a state"),
     ],
 )
 def test_an_engine_whose_blocks_do_not_tell_its_hits_says_why(settings: dict[str, Any], why: str) -> None:
     answer = core_blocks(core_of(VirtualEngine(**settings)), None)
     assert isinstance(answer, str) and why in answer
+
+
+def test_beside_a_draft_model_hits_of_several_kinds_of_layers_hang_on_more_than_blocks() -> None:
+    assert layer_groups(coordinator_of(FULL, window(40))) is not None
+    assert layer_groups(coordinator_of(FULL, window(40), use_eagle=True)) is None
+    assert layer_groups(coordinator_of(FULL, use_eagle=True)) == (LayerGroup(),)
 
 
 async def test_an_engine_that_tells_no_hits_is_asked_once_and_says_why(
@@ -255,9 +346,8 @@ async def test_an_engine_that_tells_no_hits_is_asked_once_and_says_why(
 
 def test_of_ranks_with_a_cache_each_none_is_told() -> None:
     core = core_of(VirtualEngine(enable_prefix_caching=True))
-    core.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
-    answer = core_blocks(core, None)
-    assert isinstance(answer, str) and "ranks" in answer
+    core.scheduler.parallel_config = SimpleNamespace(data_parallel_size=2)
+    assert core_blocks(core, None) == "data parallelism"
 
 
 def test_the_block_that_a_draft_model_needs_again_is_no_hit() -> None:

@@ -1,6 +1,5 @@
 """What the codec for vLLM does to vLLM's own structures."""
 
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
-from deployments.engines.vllm import args
-from deployments.engines.vllm.args import has_logits_processors, lora_id, lora_requests, parse_vllm_args
+from deployments.engines.vllm.args import lora_id, lora_requests, parse_vllm_args
 from deployments.engines.vllm.codec import TRANSFER_KEY, VllmCodec
 from deployments.engines.vllm.front_end import RoutedEngineCore, _without_transfer, front_end_config
 from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_of
@@ -83,7 +81,7 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
         fills_idle=True,
     )
     codec, plain = VllmCodec(), request()
-    told = codec.with_ticket(plain, ticket, ttft_left_s=-0.5)
+    told = codec.with_ticket(plain, ticket, ttft_left_s=-0.5, e2e_left_s=7.5)
     sent = codec.decode_request([bytes(part) for part in codec.encode_request(told)])
     assert metadata_of(sent.sampling_params.extra_args) == RequestMetadata(
         slo_class="standard",
@@ -91,12 +89,13 @@ def test_a_ticket_travels_with_its_request_and_does_not_keep_it_from_being_resum
         bin_index=2,
         ttft_left_s=-0.5,
         tpot_s=0.05,
+        e2e_left_s=7.5,
         unread_tokens=3,
         fills_idle=True,
     )
     assert plain.sampling_params.extra_args is None
     assert codec.recover(sent, [5]).repeats == ()
-    again = codec.with_ticket(request(mine=1), ticket, ttft_left_s=None, resumed=True)
+    again = codec.with_ticket(request(mine=1), ticket, ttft_left_s=None, e2e_left_s=None, resumed=True)
     assert metadata_of(again.sampling_params.extra_args).resumed
     assert codec.recover(again, [5]).repeats == (5,)
 
@@ -146,14 +145,8 @@ def test_what_is_not_in_the_tokens_of_a_prompt_cannot_be_resumed() -> None:
     assert not codec.splits(request_with(sampling_params=scored))
 
 
-def test_where_logits_processors_are_loaded_nothing_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_logits_processors_are_loaded_nothing_is_resumed() -> None:
     """They may look at the answer so far, also without arguments of the request."""
-    plain = parse_vllm_args(["--model", str(DEMO_MODEL)])
-    assert not has_logits_processors(plain)
-    assert has_logits_processors(parse_vllm_args(["--model", str(DEMO_MODEL), "--logits-processors", "mine:Processor"]))
-    installed = EntryPoint("mine", "mine:Processor", "vllm.logits_processors")
-    monkeypatch.setattr(args, "entry_points", lambda group: [installed] if group == installed.group else [])
-    assert has_logits_processors(plain)
     assert not VllmCodec(resumes=False).resumable(request_with())
 
 
@@ -253,7 +246,8 @@ def test_a_replica_learns_how_much_of_a_prompt_counts_as_unread_there() -> None:
         unread_tokens=100,
         prefixes=(("r", 64),),
     )
-    sent = codec.decode_request(codec.encode_request(codec.with_ticket(request, ticket, ttft_left_s=None)))
+    told = codec.with_ticket(request, ticket, ttft_left_s=None, e2e_left_s=None)
+    sent = codec.decode_request(codec.encode_request(told))
     assert [codec.unread_tokens(sent, name) for name in ("r", "q")] == [36, 100]
     assert codec.unread_tokens(request, "r") == 100, "without a ticket"
 

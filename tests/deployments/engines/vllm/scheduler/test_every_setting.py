@@ -58,6 +58,7 @@ CASES = {
     "classes": Case(value=("short",), base=ALONE, engine=TIGHT),
     "ttft_s": Case(value=0.3),
     "tpot_s": Case(value=0.012),
+    "e2e_s": Case(value=1.0),
     "late_patience_s": Case(value=0.05, base={"mode": "mixed", "ttft_s": 0.1}, requests=200),
     "profile": Case(value="profile.csv", times=DEAR_MIXES, requests=200),
     "papers": Case(value={"refill": 16}, base=EXCLUSIVE),

@@ -20,12 +20,15 @@ from vllm.v1.request import RequestStatus
 
 from deployments.config.application import AppConfig
 from deployments.config.live import EngineTerms, with_live
+from deployments.engines.features import Cause
 from deployments.engines.vllm.request_metadata import RequestMetadata
+from deployments.engines.vllm.scheduler import plug_in
 from deployments.engines.vllm.scheduler.plug_in import core_control, core_status
+from deployments.engines.vllm.scheduler.snapshot import _last_token_in_flight
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError, SluiceError
-from policies.types import Phase, StepCoefficients, StepTimes
-from tests.slow_connector import arrive
+from policies.types import BatchState, Phase, StepCoefficients, StepPlan, StepTimes
+from tests.slow_connector import SlowConnector, arrive
 from tests.tutorial import POLICY, put_on_path
 from tests.virtual_engine import FIRST_TOKEN, STOP_TOKEN, TIMES, VirtualEngine, run_closed
 
@@ -39,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exclusive k*": {"mode": "exclusive"},
     "auto that searches": {"mode": "auto", "papers": {"itl_target_s": 0.05}},
     "auto with promises": {"mode": "auto", "ttft_s": 1.0, "tpot_s": 0.02},
+    "auto with whole answers": {"mode": "auto", "ttft_s": 1.0, "tpot_s": 0.02, "e2e_s": 2.0},
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "roomy": {},
@@ -250,6 +254,33 @@ def test_a_target_cuts_no_prompt_behind_a_last_token_of_a_plan_that_is_kept() ->
     assert [step.prefill_tokens for step in engine.log if step.prefill_tokens] == [40, 900]
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_a_prompt_in_progress_takes_nothing_of_what_decodes_need(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where those that decode started after it, as behind one that was held back, and where one of them gets
+    nothing more because its last token is in flight."""
+    engine = VirtualEngine({"mode": "mixed"}, budget=64, depth=2)
+    for name, most in (("a", 100), ("b", 100), ("ends", 12)):
+        engine.add(name, 20, 10**6, max_tokens=most)
+    engine.step(8)
+    engine.add("long", 1000, 5)
+    scheduler, policy = engine.scheduler, engine.scheduler.planner.policy
+    while not _last_token_in_flight(scheduler.requests["ends"]):
+        engine.step()
+    assert scheduler.requests["long"].is_prefill_chunk
+
+    def planned(state: BatchState, plan: Callable[[BatchState], StepPlan] = policy.plan) -> StepPlan:
+        return plan(state)._replace(max_prefill_tokens=tokens, steps=1)
+
+    monkeypatch.setattr(policy, "plan", planned)
+    scheduler.planner._standing = None
+    scheduler.running.insert(0, scheduler.running.pop())
+    steps = len(engine.log)
+    while len(engine.log) == steps:
+        engine.step()
+    assert engine.log[-1].decodes == 2
+    assert engine.log[-1].prefill_tokens == (tokens and tokens + 1)  # and that of the one that gets nothing
+
+
 @both_depths
 def test_what_decodes_read_is_known_while_a_plan_is_kept(depth: int) -> None:
     # A long prompt ends, and another one begins, in a step whose plan is kept.
@@ -447,11 +478,53 @@ def test_more_adapters_than_a_batch_may_hold_take_turns(depth: int, settings: di
     check_answers(engine)
 
 
+def _mixed_steps(engine: VirtualEngine, adapters: int = 0) -> int:
+    for number, (prompt, output) in enumerate(workload(60)):
+        adapter = number % adapters + 1 if adapters else 0
+        more = {"lora_request": LoRARequest(f"a{adapter}", adapter, f"/adapters/{adapter}")} if adapter else {}
+        engine.add(f"r{number}", prompt, output, **more)
+    engine.run()
+    check_answers(engine)
+    return sum(step.mixed for step in engine.log)
+
+
+@both_depths
+def test_phases_go_on_beside_as_many_adapters_as_a_batch_may_hold(depth: int) -> None:
+    exclusive = {"mode": "exclusive", "papers": {"refill": 4}}
+    lora = {"enable_lora": True, "max_loras": 2}
+    assert _mixed_steps(VirtualEngine(exclusive, depth=depth, slots=8, **lora), adapters=2) == 0
+    assert _mixed_steps(VirtualEngine(exclusive, depth=depth, slots=8, **lora), adapters=3) > 0
+
+
+@both_depths
+def test_phases_go_on_beside_a_connector_that_loads_nothing(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlowConnector, "get_num_new_matched_tokens", lambda *_: (0, False))
+    engine = VirtualEngine({"mode": "exclusive", "papers": {"refill": 4}}, depth=depth, slots=8, **REMOTE)
+    assert _mixed_steps(engine) == 0
+
+
+def test_beside_phases_a_request_whose_cache_has_come_starts_in_the_next_step() -> None:
+    engine = VirtualEngine({"mode": "exclusive", "papers": {"refill": 4}}, slots=8, **REMOTE)
+    engine.add_all([(20, 200)] * 4)
+    engine.step()
+    arrive(engine.scheduler, *(f"r{number}" for number in range(4)))
+    engine.step(20)
+    engine.add("late", 20, 5)
+    while not engine.scheduler.kv_holding_waiting:  # it begins to load with the next phase of prompts
+        engine.step()
+    arrive(engine.scheduler, "late")
+    engine.step(2)
+    assert engine.answers["late"].tokens
+    engine.run()
+    check_answers(engine)
+
+
 def test_a_prompt_whose_chunks_must_end_at_a_block_is_not_kept_out_by_a_small_budget() -> None:
     """As hybrid models need it, whose state is kept at the ends of blocks: here by hand, on a model without one."""
-    engine = VirtualEngine({"mode": "mixed", "tpot_s": 0.05}, slots=64)
+    engine = VirtualEngine({"mode": "stock", "tpot_s": 0.05}, slots=64)
     engine.scheduler.need_mamba_block_aligned_split = True
     engine.scheduler.cache_config.block_size = 544
+    engine.scheduler.control({"mode": "mixed"})
     engine.add_all([(20, 1000)] * 40)
     engine.step(30)
     engine.add("late", 1500, 5)
@@ -612,12 +685,16 @@ def test_live_control_runs_nobody_s_code() -> None:
         own.scheduler.control({"mode": "exclusive"})
 
 
-def test_a_policy_that_parts_phases_is_carried_out_mixed_where_they_cannot_be_parted() -> None:
+def test_a_policy_that_parts_phases_is_carried_out_mixed_where_they_cannot_be_parted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = {
         "policy": "exclusive_mixed_literal",
         "policy_args": {"mode": "exclusive", "phase_rule": "fixed", "refill": 4},
     }
-    parted, mixed = VirtualEngine(settings), VirtualEngine(settings, enable_lora=True)
+    parted = VirtualEngine(settings)
+    monkeypatch.setattr(plug_in, "causes_of_scheduler", lambda _: {Cause.DATA_PARALLEL})
+    mixed = VirtualEngine(settings)
     for engine in (parted, mixed):
         run_closed(engine, workload(60), clients=48)
         check_answers(engine)
@@ -931,6 +1008,22 @@ def test_who_can_be_in_time_goes_before_who_cannot() -> None:
     check_answers(engine)
     first = engine.by_first_token
     assert first[1:] == ["resumed", "sooner", "later", "late", "idle"]
+
+
+@both_depths
+@pytest.mark.parametrize("mode", ["mixed", "exclusive"])
+def test_late_ones_start_beside_others_while_fewer_than_half_of_the_slots_run(depth: int, mode: str) -> None:
+    engine = VirtualEngine({"mode": mode}, slots=8, depth=depth)
+    for name in ("a", "b"):
+        engine.add(name, 20, 1000)
+    engine.step(40)
+    for number in range(4):
+        engine.add(f"late{number}", 20, 500, extra_args=RequestMetadata(ttft_left_s=-1.0).as_extra_args())
+    engine.step(200)
+    started = [bool(engine.answers[f"late{number}"].tokens) for number in range(4)]
+    assert started == [True, True, False, False]
+    engine.run()
+    check_answers(engine)
 
 
 def test_what_is_read_from_the_cache_is_no_work_ahead() -> None:
