@@ -16,7 +16,7 @@ from simulator.requests import Request
 Rows = IntArray | slice
 
 _PROMPT, _GENERATED, _LEFT, _CLASS, _COMPUTED, _TOTAL = range(6)
-_PREDICTED, _LAST_TOKEN, _DEADLINE, _FIRST_TOKEN, _TPOT = range(5)
+_PREDICTED, _LAST_TOKEN, _DEADLINE, _FIRST_TOKEN, _TPOT, _ENDS_BY = range(6)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -38,7 +38,8 @@ class Batch:
         self.block_size = block_size
         self.prefilling = 0
         self._counts = np.zeros((6, slots), dtype=np.int64)
-        self._times = np.zeros((5, slots))
+        self._times = np.zeros((6, slots))
+        self._ones = np.ones(slots)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -47,8 +48,9 @@ class Batch:
         """Views of the arrays, which the next step overwrites."""
         c, t = self._counts[:, : len(self)], self._times[:, : len(self)]
         return RunningRequests(
-            c[_PROMPT], c[_GENERATED], c[_LEFT], c[_CLASS], t[_PREDICTED], t[_DEADLINE], t[_FIRST_TOKEN], t[_TPOT]
-        )
+            c[_PROMPT], c[_GENERATED], c[_LEFT], c[_CLASS],
+            t[_PREDICTED], t[_DEADLINE], t[_FIRST_TOKEN], t[_TPOT], t[_ENDS_BY], self._ones[: len(self)],
+        )  # fmt: skip
 
     @property
     def unread_tokens(self) -> int:
@@ -85,6 +87,7 @@ class Batch:
             request.deadline_s,
             np.nan if request.first_token_s is None else request.first_token_s,
             request.promised_tpot_s,
+            request.ends_by_s,
         )
         self.free_blocks -= blocks_for(held, self.block_size)
         self.prefilling += 1

@@ -6,6 +6,7 @@ configuration.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 from policies.batches.in_flight import InFlightConfig
@@ -17,6 +18,7 @@ from policies.registry import Family, build_of
 from policies.router.multi_bin import MultiBin, MultiBinConfig
 from policies.router.order import Order
 from policies.router.placement import Placement
+from policies.router.promise import Promise
 from policies.types import BatchPolicy, StepTimes
 from simulator.backlog import Backlog
 from simulator.comparisons import PLACEMENTS
@@ -24,6 +26,7 @@ from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig, StepClock
 from simulator.fleet import AutoscaleConfig, Failure, Fleet
 from simulator.gang import GangCluster, GangTimes
+from simulator.real_times import RealClock, RealTimes
 from simulator.requests import Request
 from simulator.router import Router, RouterConfig
 from simulator.workload import Workload
@@ -35,11 +38,12 @@ class ClusterConfig:
 
     Attributes:
         times: what policies and router take a step to cost; engines too, unless ``clock`` is finer.
+        real_times: how engines' steps differ from both, or None.
         batch, order: kinds of the registry, or ``package.module:Class``; ``*_settings`` their settings. Without an
             order requests go by what they are promised, as they do live by default.
         placement: a name in `simulator.comparisons.PLACEMENTS`; the default is the one that serves.
         bins: how lengths are binned, or None.
-        promises: seconds to the first token and of a token on the mean, by class, "*" for every one not named.
+        promises: what each class is promised, "*" for every one not named.
         replica_classes: per replica the classes it is reserved for; empty reserves none.
         clients: closed loop: this many requests are kept in the system and arrival times do not count; None is open.
         batches: how many requests of a backlog are in the system.
@@ -50,6 +54,7 @@ class ClusterConfig:
 
     times: StepTimes
     clock: StepClock | None = None
+    real_times: RealTimes | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     replicas: int = 1
     batch: str = "stock"
@@ -59,7 +64,7 @@ class ClusterConfig:
     placement: str = "soonest_first_token"
     router: RouterConfig = field(default_factory=RouterConfig)
     bins: MultiBinConfig | None = None
-    promises: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    promises: Mapping[str, Promise] = field(default_factory=dict)
     replica_classes: tuple[frozenset[str] | None, ...] = ()
     clients: int | None = None
     failures: tuple[Failure, ...] = ()
@@ -76,6 +81,11 @@ class ClusterConfig:
             raise ConfigError(f"batches of {batches.batch_size} requests do not fit into {self.engine.slots} slots")
         if self.replica_classes and len(self.replica_classes) != self.replicas:
             raise ConfigError(f"replica_classes must name {self.replicas} replicas, got {len(self.replica_classes)}")
+
+    def engine_clock(self, replica: int) -> StepClock:
+        """Of one of its engines."""
+        clock = self.clock or self.times
+        return clock if self.real_times is None else RealClock(clock, self.real_times, seed=replica)
 
     def batch_policy(self) -> BatchPolicy:
         """A new policy for one engine."""
@@ -176,7 +186,7 @@ def admitted(config: ClusterConfig, workload: Workload) -> tuple[list[Request], 
     for request in requests:
         promised = config.promises.get(request.slo_class or "*", config.promises.get("*"))
         if promised is not None:
-            request.promised_ttft_s, request.promised_tpot_s = promised
+            request.promise(promised)
     capacity = config.engine.capacity_tokens
     served = [r for r in requests if r.prompt_tokens + r.output_tokens <= capacity]
     refused = [r for r in requests if r.prompt_tokens + r.output_tokens > capacity]
@@ -215,10 +225,12 @@ def run(
     router = new_router(config, on_refused=lambda request, now_s: ended(1, now_s))
     source = Source(fitting, config.clients, router.arrive)
 
-    clock = config.clock or config.times
+    replicas = count()
     fleet = Fleet(
         router,
-        lambda replica_id: Engine(replica_id, config.engine, config.batch_policy(), clock, finished),
+        lambda replica_id: Engine(
+            replica_id, config.engine, config.batch_policy(), config.engine_clock(next(replicas)), finished
+        ),
         busy=lambda: source.busy,
         autoscale=config.autoscale,
     )

@@ -39,6 +39,7 @@ from simulator.planner import (
 )
 from simulator.predictors import predicted
 from simulator.presets import SYSTEMS, system
+from simulator.real_times import RealTimes
 from simulator.report import Target, check_classes, check_targets, parse_target, summary, table
 from simulator.run_page import run_page
 from simulator.traces import read_workload
@@ -101,6 +102,12 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", st
     one.add_argument("--prefill-replicas", type=int, help="engines besides, that only prefill (P/D pools)")
     one.add_argument(
         "--split", choices=("always", "auto"), default="always", help="which requests go there (default: %(default)s)"
+    )
+    one.add_argument(
+        "--real-times",
+        metavar="NAME=NUMBER,...",
+        help="how engines' steps differ from what policies believe: factor, wander, wander_steps, "
+        "between_s, between_decode_s (default: not at all)",
     )
     refusals = one.add_argument_group("vLLM's own refusals (--system stock)")
     refusals.add_argument(
@@ -251,7 +258,12 @@ def _config(options: argparse.Namespace, profile: EngineProfile) -> ClusterConfi
     refusing = {name: getattr(options, name) for name in ("max_num_queued_reqs", "max_num_queued_tokens")}
     engine = replace(_engine(options, profile), **refusing)
     config = system(options.system, profile, engine, options.replicas, promised, **changes)
-    return replace(config, router=replace(config.router, fills_idle=_fills_idle(options)))
+    router = replace(config.router, fills_idle=_fills_idle(options))
+    return replace(config, router=router, real_times=_real_times(options))
+
+
+def _real_times(options: argparse.Namespace) -> RealTimes | None:
+    return RealTimes.parsed(options.real_times) if options.real_times else None
 
 
 def _fills_idle(options: argparse.Namespace) -> dict[str, IdleOrder]:

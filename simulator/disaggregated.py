@@ -13,6 +13,7 @@ Transfers do not compete with each other; a decode engine that preempts recomput
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from statistics import fmean
 
 from policies.checks import require_at_least
@@ -101,6 +102,7 @@ class _Pools:
         self._prefill = new_router(replace(config, bins=None), order=_ByBucket())
         self._decode = new_router(config)
         self._whole: dict[str, Request] = {}
+        self._replicas = count()
         self._reading_s = 0.0
         self._decoding = [self._engine(f"decode-{n}", config, self._decoded) for n in range(config.replicas)]
         reader = _reader(config, pools, workload)
@@ -110,7 +112,7 @@ class _Pools:
     def _engine(
         self, name: str, config: ClusterConfig, ended: Callable[[float, Engine, list[Request]], Iterable[Event]]
     ) -> Engine:
-        return Engine(name, config.engine, config.batch_policy(), config.clock or config.times, ended)
+        return Engine(name, config.engine, config.batch_policy(), config.engine_clock(next(self._replicas)), ended)
 
     def start(self) -> list[Event]:
         events = [event for engine in self._reading for event in self._prefill.join(engine, 0.0)]

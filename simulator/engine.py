@@ -6,13 +6,15 @@ the end of the step, so no step is in flight while the next is planned.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from math import inf
+from typing import Protocol, runtime_checkable
 
 from policies.checks import require_at_least
+from policies.engine.promised_queue import NOTHING_LEFT
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError
 from policies.router.credit import MemoryBound
-from policies.types import BatchPolicy, BatchState, FinishedRequest, Limit, Paced, StepResult
+from policies.types import BatchPolicy, BatchState, Left, Limit, Paced, StepResult
 from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
 from simulator.requests import Request
@@ -33,6 +35,14 @@ class StepClock(Protocol):
         kv_tokens: float = 0.0,
         prefill_kv_tokens: float = 0.0,
     ) -> float: ...
+
+
+@runtime_checkable
+class UnevenClock(StepClock, Protocol):
+    """Time passes between steps, too."""
+
+    def before_s(self, decodes: int) -> float:
+        """Seconds before a step of so many decodes that are in none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +119,7 @@ class Engine:
         self.totals = EngineTotals()
         self.memory = MemoryBound()
         self._times = times
+        self._uneven = times if isinstance(times, UnevenClock) else None
         self._on_finished = on_finished
         self._scheduler = Scheduler(
             slots=config.slots,
@@ -170,10 +181,20 @@ class Engine:
         request.cached_tokens = self.known_tokens(request)
         if request.first_token_s is None:
             self._unread_tokens += request.prompt_tokens
-        self._scheduler.add(request, now_s)
+        self._scheduler.add(request, now_s, self._left(request))
         if self._standing is not None:
             self._standing.arrived(promised=request.has_promise)
         return self._wake(now_s)
+
+    def _left(self, request: Request) -> Left:
+        """Tokens of its answer, as far as its policy knows; that takes note of it."""
+        if not isinstance(self.policy, Paced):
+            return NOTHING_LEFT
+        answers = self.policy.answers
+        left = answers.left(request.class_index, request.predicted_output_tokens, request.generated_tokens)
+        if request.ends_by_s < inf:
+            answers.come(request.arrival_s, request.ends_by_s, request.view().prefill_tokens, left)
+        return left
 
     def _wake(self, now_s: float) -> list[Event]:
         if self._awake:
@@ -212,7 +233,7 @@ class Engine:
             self._awake, self._step = False, None
             return events
         self._step = self._open(now_s)
-        events.append(Event(now_s + self._step.step_s, Kind.STEP, self._on_step))
+        events.append(Event(now_s + self._step.before_s + self._step.step_s, Kind.STEP, self._on_step))
         return events
 
     def _open(self, now_s: float) -> Step:
@@ -222,10 +243,13 @@ class Engine:
         step = self._scheduler.schedule(standing, now_s)
         standing.taken(started=step.started, preempted=step.preempted > 0, empty=step.empty)
         step.step_s = _IDLE_STEP_S if step.empty else self._seconds(step)
+        step.before_s = 0.0 if self._uneven is None else self._uneven.before_s(step.decodes)
         return step
 
     def _planned(self, now_s: float) -> StandingPlan[Request]:
-        in_the_way = self._scheduler.sort_by_promises(now_s, self.seconds_per_prompt_token)
+        in_the_way: list[Request] = []
+        if isinstance(self.policy, Paced):
+            in_the_way = self._scheduler.sort_by_promises(now_s, self.policy, self.mean_context_tokens or 0.0)
         state = self._state(now_s)
         plan = self.policy.plan(state)
         self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by is Limit.MEMORY)
@@ -244,6 +268,7 @@ class Engine:
             max_batch_tokens=self.config.max_batch_tokens,
             departed=self._scheduler.departed,
             max_model_len=self.config.max_model_len,
+            unread=self._scheduler.waiting.unread,
         )
 
     def _seconds(self, step: Step) -> float:
@@ -297,7 +322,7 @@ class Engine:
 def _result(step: Step, now_s: float, batch_size: int, waiting: int, finished: list[Request]) -> StepResult:
     return StepResult(
         now_s=now_s,
-        step_s=0.0 if step.empty else step.step_s,
+        step_s=0.0 if step.empty else step.before_s + step.step_s,  # as the live plug-in counts
         phase=step.plan.phase,
         prefill_tokens=step.prefill_tokens,
         prefill_requests=step.prefill_requests,
@@ -308,14 +333,5 @@ def _result(step: Step, now_s: float, batch_size: int, waiting: int, finished: l
         waiting_count=waiting,
         preempted=step.preempted,
         prefill_kv_tokens=step.prefill_kv_tokens,
-        finished=tuple(map(_finished, finished)),
-    )
-
-
-def _finished(request: Request) -> FinishedRequest:
-    return FinishedRequest(
-        prompt_tokens=request.prompt_tokens,
-        output_tokens=request.output_tokens,
-        class_index=request.class_index,
-        predicted_output_tokens=request.predicted_output_tokens,
+        finished=tuple([request.ended() for request in finished]),
     )

@@ -29,8 +29,12 @@ def figure(rows: int = 1, columns: int = 1) -> "Figure":
 
 
 def save(made: "Figure", path: Path) -> None:
-    # No date and no version inside, so that the same numbers give the same bytes.
-    made.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+    from matplotlib import rc_context
+
+    # No date, no version and no random names inside, so that the same numbers give the same bytes.
+    metadata = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}.get(path.suffix)
+    with rc_context({"svg.hashsalt": "sluice", "svg.fonttype": "none"}):
+        made.savefig(path, dpi=110, metadata=metadata)
 
 
 def draw_lines(

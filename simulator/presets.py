@@ -72,12 +72,12 @@ def system(
 def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, Any]:
     """Engine and router as the live system sets them up for what is promised."""
     names = tuple(sorted(targets.keys() - {EVERY_CLASS}))
-    credit_s = longest_promise_s(target.ttft_s for target in targets.values())
+    credit_s = longest_promise_s(min(target.ttft_s, target.e2e_s) for target in targets.values())
     return {
         # A live engine measures them when it starts.
         "batch_settings": {"classes": len(names) + 1, "step_times": profile.times},
         "router": RouterConfig(credit_s=credit_s, class_names=names),
-        "promises": {name: (target.ttft_s, target.tpot_s) for name, target in targets.items()},
+        "promises": {name: target.promise() for name, target in targets.items()},
     }
 
 

@@ -1,12 +1,15 @@
 """What a run comes to, as plain numbers: the same run gives the same bytes."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from policies.errors import InputError
+from policies.router.promise import TARGETS, Promise
 from policies.types import Phase
 from simulator.cluster import Run
 from simulator.metrics import EngineTotals, GapHistogram
@@ -14,18 +17,22 @@ from simulator.requests import Request
 from simulator.workload import Workload
 
 _PERCENTILES = (50, 90, 99)
+_SECONDS = r"(-|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+|inf)"
+_TARGET = re.compile(rf"(.+?):{_SECONDS}:{_SECONDS}(?::{_SECONDS})?", re.ASCII)
 EVERY_CLASS = "*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean.
+    """What a class was promised: first token within ttft_s, then tpot_s per token on the mean, last token within e2e_s;
+    inf promises nothing.
 
-    An answer of one token meets tpot_s; what never ended, because it was refused or lost, meets neither.
+    An answer of one token meets tpot_s; what never ended, because it was refused or lost, meets none.
     """
 
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float = inf
+    tpot_s: float = inf
+    e2e_s: float = inf
 
     def ttft_met(self, request: Request) -> bool:
         return request.finished_s is not None and request.ttft_s is not None and request.ttft_s <= self.ttft_s
@@ -33,25 +40,34 @@ class Target:
     def tpot_met(self, request: Request) -> bool:
         return request.finished_s is not None and (request.tpot_s is None or request.tpot_s <= self.tpot_s)
 
+    def e2e_met(self, request: Request) -> bool:
+        return request.latency_s is not None and request.latency_s <= self.e2e_s
+
     def met(self, request: Request) -> bool:
         """Whether the request is in time."""
-        return self.ttft_met(request) and self.tpot_met(request)
+        return self.ttft_met(request) and self.tpot_met(request) and self.e2e_met(request)
+
+    def promise(self) -> Promise:
+        """The same, as requests are told of it."""
+        told = {name: getattr(self, name) for name in TARGETS}
+        return Promise(**{name: None if seconds == inf else seconds for name, seconds in told.items()})
 
 
 def parse_target(text: str) -> tuple[str, Target]:
-    """CLASS:TTFT_S:TPOT_S; the class * stands for every one not named.
+    """CLASS:TTFT_S:TPOT_S, or CLASS:TTFT_S:TPOT_S:E2E_S; "-" promises nothing of a kind, and the class * stands for
+    every one not named.
 
     Raises:
         InputError: it is not of that form.
     """
-    slo_class, *numbers = text.rsplit(":", 2)
-    try:
-        ttft_s, tpot_s = (float(number) for number in numbers)
-        if not (ttft_s > 0.0 and tpot_s > 0.0):
-            raise ValueError("no request could keep it")
-    except ValueError:
-        raise InputError(f"a target is CLASS:TTFT_S:TPOT_S, such as *:1:0.05, got {text!r}") from None
-    return slo_class, Target(ttft_s=ttft_s, tpot_s=tpot_s)
+    found = _TARGET.fullmatch(text)
+    seconds = [inf if each == "-" else float(each) for each in found.groups("-")[1:]] if found else []
+    if not found or not all(each > 0.0 for each in seconds):
+        raise InputError(
+            f"a target is CLASS:TTFT_S:TPOT_S, such as *:1:0.05, or CLASS:TTFT_S:TPOT_S:E2E_S where whole answers are "
+            f"due, such as agents:-:-:8, got {text!r}"
+        )
+    return found[1], Target(**dict(zip(TARGETS, seconds, strict=True)))
 
 
 def check_classes(what: str, names: Iterable[str], workload: Workload) -> None:
@@ -173,13 +189,14 @@ def target_of(slo_class: str | None, targets: Mapping[str, Target]) -> Target | 
 
 
 def _attained(requests: Sequence[Request], targets: Mapping[str, Target], span_s: float) -> dict[str, float | None]:
-    """Shares of these requests, those whose class has no target aside, that kept each target, and both."""
+    """Shares of these requests, those whose class has no target aside, that kept each target, and all."""
     judged = [(request, target) for request in requests if (target := target_of(request.slo_class, targets))]
     met = sum(target.met(request) for request, target in judged)
     return {
         "attainment": _per(met, len(judged)),
         "ttft_met": _per(sum(target.ttft_met(request) for request, target in judged), len(judged)),
         "tpot_met": _per(sum(target.tpot_met(request) for request, target in judged), len(judged)),
+        "e2e_met": _per(sum(target.e2e_met(request) for request, target in judged), len(judged)),
         "goodput_per_s": _per(met, span_s) if judged else None,
     }
 
@@ -206,12 +223,12 @@ def table(numbers: Mapping[str, Any]) -> str:
 
 
 def _in_time(numbers: Mapping[str, Any]) -> list[str]:
-    """Shares of all that came by class, and of all together: both targets, and each."""
-    columns = ("requests", "refused", "in time", "TTFT met", "TPOT met", "in time/s", "TTFT p99")
+    """Shares of all that came by class, and of all together: all targets, and each."""
+    columns = ("requests", "refused", "in time", "TTFT met", "TPOT met", "E2E met", "in time/s", "TTFT p99")
     lines = [f"{'':<22}" + "".join(f"{column:>10}" for column in columns)]
     rows = {f"class {name}": one for name, one in numbers["classes"].items()} | {"all": everything(numbers)}
     for name, one in rows.items():
-        shares = (_percent(one[key]) for key in ("attainment", "ttft_met", "tpot_met"))
+        shares = (_percent(one[key]) for key in ("attainment", "ttft_met", "tpot_met", "e2e_met"))
         last = (_shown(one[key]) for key in ("goodput_per_s", "ttft_p99_s"))
         cells = (str(one["requests"]), str(one["refused"]), *shares, *last)
         lines.append(f"{name:<22}" + "".join(f"{cell:>10}" for cell in cells))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
-from policies.types import RequestView
+from policies.router.promise import TARGETS, Promise
+from policies.types import FinishedRequest, RequestView
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -20,7 +21,8 @@ class Request:
         api_key: whose request it is, for turns and shares of keys; "" without a key.
         fills_idle: its class takes what others leave.
         entered_s: when it came to the engine that holds it.
-        promised_ttft_s, promised_tpot_s: what it was promised, first token and mean of a token; inf is nothing.
+        promised_ttft_s, promised_tpot_s, promised_e2e_s: what it was promised, first token, mean of a token, and last
+            token; inf is nothing.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
         refused: its engine or its router took it for one too many; it never ends.
     """
@@ -40,6 +42,7 @@ class Request:
     entered_s: float | None = None
     promised_ttft_s: float = inf
     promised_tpot_s: float = inf
+    promised_e2e_s: float = inf
     generated_tokens: int = 0
     replica_id: str | None = None
     started_s: float | None = None
@@ -49,6 +52,15 @@ class Request:
     preemptions: int = 0
     moves: int = 0
     refused: bool = False
+
+    def promised(self) -> Promise:
+        seconds = self.promised_ttft_s, self.promised_tpot_s, self.promised_e2e_s
+        return Promise(**{name: None if each == inf else each for name, each in zip(TARGETS, seconds, strict=True)})
+
+    def promise(self, promise: Promise) -> None:
+        self.promised_ttft_s, self.promised_tpot_s, self.promised_e2e_s = (
+            inf if each is None else each for each in (promise.ttft_s, promise.tpot_s, promise.e2e_s)
+        )
 
     def view(self) -> RequestView:
         """As its driver sees it: an engine does not know of the wait in the router."""
@@ -63,12 +75,27 @@ class Request:
             slo_class=self.slo_class,
             deadline_s=self.deadline_s,
             tpot_s=self.promised_tpot_s,
+            ends_by_s=self.ends_by_s,
+        )
+
+    def ended(self) -> FinishedRequest:
+        """What policies are told of it when it has all its tokens."""
+        return FinishedRequest(
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            class_index=self.class_index,
+            predicted_output_tokens=self.predicted_output_tokens,
         )
 
     @property
     def deadline_s(self) -> float:
         """When its first token is due; inf where none was promised, or it waits for idle capacity."""
         return inf if self.fills_idle else self.arrival_s + self.promised_ttft_s
+
+    @property
+    def ends_by_s(self) -> float:
+        """When its last token is due; inf where none was promised, or it waits for idle capacity."""
+        return inf if self.fills_idle else self.arrival_s + self.promised_e2e_s
 
     @property
     def prefix_tokens(self) -> int:
@@ -88,13 +115,14 @@ class Request:
 
     @property
     def has_promise(self) -> bool:
-        """Whether it was promised a first token or a time per token."""
-        return min(self.deadline_s, self.promised_tpot_s) < inf
+        """Whether it was promised any time."""
+        return min(self.deadline_s, self.promised_tpot_s, self.ends_by_s) < inf
 
     @property
     def missed_a_promise(self) -> bool:
         """Whether it ended, and later than it was promised."""
-        return (self.ttft_s or 0.0) > self.promised_ttft_s or (self.tpot_s or 0.0) > self.promised_tpot_s
+        late = (self.ttft_s or 0.0) > self.promised_ttft_s or (self.tpot_s or 0.0) > self.promised_tpot_s
+        return late or (self.latency_s or 0.0) > self.promised_e2e_s
 
     @property
     def latency_s(self) -> float | None:

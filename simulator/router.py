@@ -15,6 +15,7 @@ from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.admission import ClassLimits
 from policies.router.autoscale import FleetState
+from policies.router.completion import Due, MeanCost, due
 from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
 from policies.router.dispatcher import Dispatcher
 from policies.router.ledger import Place
@@ -31,6 +32,7 @@ _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
 _DEFAULT_OUTPUT_TOKENS = 256.0
 SHARED_BATCH_SIZE = 32
+_SHORT_OF_PREDICTED = 0.5  # as live routers take it without quantiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ class Router:
         self._recalls: dict[Request, int] = {}
         self._edges = () if bins is None else bins.edges
         self._timers: list[Event] = []
+        self._costs = MeanCost()
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
 
     def state(self) -> FleetState:
@@ -202,7 +205,8 @@ class Router:
         answer = request.predicted_output_tokens
         left = (_DEFAULT_OUTPUT_TOKENS if answer is None else answer) - request.generated_tokens
         work = work_s(seen, times, output_tokens=max(1.0, left), shared_batch_size=SHARED_BATCH_SIZE)
-        key, late_key = self._keys(request, order, work)
+        due = self._due(request, work)
+        key, late_key = self._keys(request, order, work, due.due_s)
         return Ticket(
             request_id=self._ids[request],
             bin_index=bin_index,
@@ -212,7 +216,7 @@ class Router:
             router_id="",
             slo_class=slo_class,
             arrival_s=request.arrival_s,
-            deadline_s=request.deadline_s if math.isfinite(request.deadline_s) else None,
+            deadline_s=None if request.fills_idle else due.starts_by_s,
             unread_tokens=view.prompt_tokens + view.output_tokens - (0 if request.session else request.prefix_tokens),
             prefixes=prefixes,
             prompt_token_s=times.prefill.prefill_s,
@@ -223,12 +227,24 @@ class Router:
             api_key=request.api_key,
         )
 
-    def _keys(self, request: Request, fills_idle: IdleOrder | None, work: float) -> tuple[float, float | None]:
+    def _due(self, request: Request, work: float) -> Due:
+        promise, times = request.promised(), self._step_times
+        if promise.e2e_s is None:
+            return due(request.arrival_s, promise)
+        # Replicas know better which answers may be short: they judge it anew.
+        short = _SHORT_OF_PREDICTED * (request.predicted_output_tokens or 0.0)
+        step_s = times.decode.step_s(decode_requests=SHARED_BATCH_SIZE, kv_tokens=0)
+        return due(request.arrival_s, promise, relative_cost=self._costs.relative(work), short_s=short * step_s)
+
+    def _keys(
+        self, request: Request, fills_idle: IdleOrder | None, work: float, due_s: float | None
+    ) -> tuple[float, float | None]:
         if self._order is not None:
             return self._order.key(request.arrival_s, request.slo_class, work, request.prompt_tokens), None
         return deadline_keys(
             request.arrival_s,
-            request.promised_ttft_s if math.isfinite(request.promised_ttft_s) else None,
+            request.promised().ttft_s,
+            due_s=due_s,
             fills_idle=fills_idle,
             prompt_tokens=request.prompt_tokens,
             late_patience_s=self.config.late_patience_s,

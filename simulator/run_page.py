@@ -29,6 +29,7 @@ _CLASS_HEADS = (
     "in time",
     "first token in time",
     "tokens in time",
+    "whole answer in time",
     "in time/s",
     "first token, p99",
 )
@@ -107,7 +108,7 @@ def _classes(numbers: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _class_row(name: str, one: Mapping[str, Any]) -> tuple[str, ...]:
-    kept = (shown_share(one[key]) for key in ("attainment", "ttft_met", "tpot_met"))
+    kept = (shown_share(one[key]) for key in ("attainment", "ttft_met", "tpot_met", "e2e_met"))
     counts = (shown_number(one[key]) for key in ("requests", "refused"))
     return (name, *counts, *kept, shown_number(one["goodput_per_s"]), shown_seconds(one["ttft_p99_s"]))
 

@@ -11,7 +11,7 @@ from math import inf
 
 from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.engine.standing_plan import StandingPlan
-from policies.types import Phase, RequestView, StepPlan
+from policies.types import Left, Paced, Phase, RequestView, StepPlan
 from simulator.batch import Batch, Rows
 from simulator.metrics import EngineTotals
 from simulator.prefix_cache import PrefixCache
@@ -33,6 +33,7 @@ class Step:
     preempted: int = 0
     started: int = 0
     step_s: float = 0.0
+    before_s: float = 0.0
 
     @property
     def empty(self) -> bool:
@@ -73,14 +74,17 @@ class Scheduler:
         """Requests that run or wait."""
         return len(self.batch) + len(self.waiting)
 
-    def add(self, request: Request, now_s: float) -> None:
+    def add(self, request: Request, now_s: float, left: Left) -> None:
+        """left: of its answer, as far as that is known."""
         self.waiting.add(
             Waiting(
                 request,
                 arrival_s=request.arrival_s if self._ordered else now_s,
                 deadline_s=request.deadline_s if self._ordered else inf,
+                ends_by_s=request.ends_by_s if self._ordered else inf,
                 unread_tokens=request.view().prefill_tokens,
                 fills_idle=self._ordered and request.fills_idle,
+                left=left,
             )
         )
         self._head = None
@@ -95,23 +99,34 @@ class Scheduler:
             self._head = tuple(one.item.view() for one in islice(self.waiting, self._slots))
         return self._head
 
-    def sort_by_promises(self, now_s: float, seconds_per_token: float | None) -> list[Request]:
+    def sort_by_promises(self, now_s: float, policy: Paced, mean_context_tokens: float) -> list[Request]:
         """Returns the prompts in progress that would make others late. Without a pace nothing is sorted."""
+        seconds_per_token = policy.seconds_per_prompt_token
         needs_sorting = self.waiting.changed or self.batch.prefilling
         if not self._ordered or seconds_per_token is None or not needs_sorting:
             return []
         self._head = None
-        return self.waiting.split(now_s, seconds_per_token, list(self._reading()))
+        return self.waiting.split(
+            now_s,
+            seconds_per_token,
+            list(self._reading(policy)),
+            answer_price=policy.answer_price(mean_context_tokens),
+            step_s=policy.answers.seconds_per_token,
+        )
 
-    def _reading(self) -> Iterator[Waiting[Request]]:
+    def _reading(self, policy: Paced) -> Iterator[Waiting[Request]]:
         """Prompts in progress, with what is left of them."""
-        for request, left in self.batch.prompts_left():
+        for request, unread_tokens in self.batch.prompts_left():
+            predicted, made = request.predicted_output_tokens, request.generated_tokens
             yield Waiting(
                 request,
                 arrival_s=request.arrival_s,
                 deadline_s=request.deadline_s,
-                unread_tokens=left,
+                ends_by_s=request.ends_by_s,
+                unread_tokens=unread_tokens,
+                left=policy.answers.left(request.class_index, predicted, made),
                 resumed=request.first_token_s is not None,
+                fills_idle=request.fills_idle,
                 reads=True,
             )
 
@@ -148,7 +163,7 @@ class Scheduler:
         if plan.phase is not Phase.DECODE:
             budget = self._continue_prompts(step, budget, standing.held)
             if not step.preempted:
-                self._admit(step, budget, standing.cap(len(self.batch)), now_s)
+                self._admit(step, budget, standing, now_s)
         return step
 
     def _preempt(self, step: Step, lost: list[Request]) -> None:
@@ -192,9 +207,11 @@ class Scheduler:
                 step.completed += (row,)
         return tokens
 
-    def _admit(self, step: Step, budget: int, cap: int, now_s: float) -> None:
+    def _admit(self, step: Step, budget: int, standing: StandingPlan[Request], now_s: float) -> None:
         """Start the head of the queue until cap, budget or blocks run out."""
-        cap = min(cap, self._slots)
+        running = len(self.batch)
+        most = self.waiting.cap(running, standing.plan.most(self._slots))
+        cap = min(standing.cap(running), most, self._slots)
         while self.waiting and len(self.batch) < cap and budget > 0:
             request = self.waiting.head().item
             if not self.batch.fits(request, self._watermark_blocks):

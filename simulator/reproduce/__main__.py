@@ -3,12 +3,13 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from policies.errors import SluiceError
 from simulator.reproduce import (
+    account,
     batches,
+    completion,
     goodput,
     paper_000,
     paper_001,
@@ -58,13 +59,16 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "phases": what_pays.phases,
     "equal-lengths": what_pays.equal_lengths,
     "goodput": goodput.goodput,
+    "goodput-measured": goodput.on_measured,
+    "goodput-cpu": goodput.on_cpu,
+    "completion": completion.completion,
+    "completion-lengths": completion.by_length,
+    "account": account.account,
     "goodput-features": goodput.leave_out,
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
     "batches": batches.batches,
 }
-# Repetitions of those that need more than the others, whose requests are all at once or many.
-_RUNS = {"goodput": goodput.RUNS, "goodput-features": goodput.RUNS, "goodput-long-prompts": goodput.RUNS}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("name", nargs="+", choices=[*EXPERIMENTS, "all"], metavar="NAME", help="experiment, or all")
     parser.add_argument("--data", type=Path, help="folder with traces; many experiments need none")
     parser.add_argument("--figures", type=Path, help="folder for plots, made if it is not there")
-    parser.add_argument("--runs", "--seeds", type=int, help="repetitions (default: 3; goodput 5)")
+    parser.add_argument("--runs", "--seeds", type=int, default=3, help="repetitions (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="at once (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.figures is not None:  # before what takes minutes
@@ -87,12 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.figures.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             parser.error(f"--figures: {error}")
-    setting = Setting(data=options.data, figures=options.figures, processes=options.processes)
+    setting = Setting(data=options.data, figures=options.figures, runs=options.runs, processes=options.processes)
     try:
         for name in EXPERIMENTS if "all" in options.name else options.name:
             print(f"## {name}: {(EXPERIMENTS[name].__doc__ or '').splitlines()[0]}\n", flush=True)
-            runs = _RUNS.get(name, setting.runs) if options.runs is None else options.runs
-            print("\n".join(EXPERIMENTS[name](replace(setting, runs=runs))), flush=True)
+            print("\n".join(EXPERIMENTS[name](setting)), flush=True)
             print()
     except SluiceError as error:
         sys.exit(f"{parser.prog}: {error}")

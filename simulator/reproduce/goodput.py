@@ -1,7 +1,10 @@
 """Goodput: the share of all requests that are in time, against load, for plain vLLM and for Sluice.
 
-A request in time keeps the targets of TARGETS: the first token within ttft_s, the mean time per token within tpot_s.
+A request in time keeps the targets of its class: the first token within ttft_s, the mean time per token within tpot_s.
 What is refused is not in time. vLLM's best refusals are found by a grid for every load, with hindsight.
+
+Three engines: straight lines for all steps; an H100 as measured, where a step that holds prompts and decodes has a
+price of its own; a CPU engine whose steps take longer than Sluice believes.
 
 Loads come from laws, and from files in the folder of --data, if there is one: every CSV whose classes are those of
 TARGETS. A file reference.json beside them, {file: {"stock8192": share, "best_cap": [share, ...], "moore_hodgson":
@@ -12,7 +15,7 @@ import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,12 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from policies.types import StepCoefficients, StepTimes
 from simulator import plots
 from simulator.cluster import ClusterConfig, run
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.predictors import predicted
 from simulator.presets import FEATURES, system, without
+from simulator.real_times import RealTimes
 from simulator.report import Target, attainment
 from simulator.reproduce.common import Setting, mean, table
 from simulator.traces import read_workload
@@ -33,7 +38,6 @@ from simulator.workload import Workload, gamma_bursts, length_law, synthetic
 
 ENGINE = "Llama-3.1-8B@h100_sxm"
 TARGETS = {"interactive": Target(ttft_s=0.5, tpot_s=0.03), "standard": Target(ttft_s=5.0, tpot_s=0.1)}
-RUNS = 5
 REQUESTS = 1500
 _FILE_COLUMNS = {"arrival_s", "prompt_tokens", "output_tokens", "slo_class"}
 # Far below 1 % of the requests, and the studied models' contexts hold it.
@@ -80,13 +84,62 @@ TRAFFIC = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What systems are compared on.
+
+    Attributes:
+        profile: the engine as it is believed to be.
+        sizes: fields of `EngineConfig` besides the cache.
+        targets: by class.
+        caps: vLLM's own refusals: tokens per step and most queued tokens.
+        real_times: how its steps differ from the profile.
+    """
+
+    profile: EngineProfile
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    targets: Mapping[str, Target] = field(default_factory=lambda: TARGETS)
+    caps: Sequence[tuple[int, int]] = tuple(product((1024, 2048, 8192), (2500, 5000, 10_000, 20_000, 40_000)))
+    real_times: RealTimes | None = None
+
+
+LINES = Served(profile=engine_profile(ENGINE))
+# Its steps were measured with 19 GiB of KV cache, on a GPU that another engine used as well.
+MEASURED = Served(profile=replace(engine_profile("Qwen3-8B@h100_vllm"), cache_tokens=138_000))
+MEASURED_TRAFFIC = {
+    "mix": replace(TRAFFIC["mix"], rates=(8, 10, 12, 15, 20)),
+    "chat": replace(TRAFFIC["chat"], rates=(20, 30, 40)),
+}
+# As in docs/measurements/goodput.md, "On a real engine": a step of 32 decodes takes 19 ms there, reading 184 tokens
+# alone 40 ms with the way there and back, and `sluice calibrate` finds most of either in a step's overhead.
+_CPU_STEP = StepCoefficients(overhead_s=0.0155, prefill_s=120e-6, decode_s=110e-6)
+_BELIEVED = StepTimes(prefill=_CPU_STEP, decode=_CPU_STEP, mixed=_CPU_STEP)
+CPU = Served(
+    profile=EngineProfile(name="CPU", times=_BELIEVED, clock=_BELIEVED, cache_tokens=320_000),
+    sizes={"slots": 32, "max_batch_tokens": 2048},
+    targets={"interactive": Target(ttft_s=0.201, tpot_s=0.038), "standard": Target(ttft_s=2.013, tpot_s=0.114)},
+    caps=tuple((2048, 184 * prompts) for prompts in (5, 10, 20, 40)),
+)
+CPU_TRAFFIC = Traffic(
+    lengths={"interactive": ("uniform:24:72", "uniform:12:36"), "standard": ("uniform:160:480", "uniform:12:36")},
+    cv=2.0,
+    rates=(2.1, 3.0, 3.9, 8.1, 12.0),  # 0.7, 1, 1.3, 2.7 and 4 times what plain vLLM carried on the real one
+)
+# Routers and clients share its two cores: steps take longer than they did alone, or time passes between them.
+CPU_REAL_TIMES: Mapping[str, RealTimes] = {
+    "as believed": RealTimes(),
+    "x 1.4": RealTimes(factor=1.4),
+    "x 1.2, and 4 ms + 0.3 ms a decode between": RealTimes(factor=1.2, between_s=0.004, between_decode_s=0.0003),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """A system to compare.
 
     Attributes:
         system: by its name in `simulator.presets`; told the targets, if it is Sluice.
         predictor: where its length predictions come from (`simulator.predictors`).
-        engine: fields of `EngineConfig` besides slots and cache.
+        engine: fields of `EngineConfig` besides those of what is served.
         without: a feature of `simulator.presets.FEATURES` that is taken out.
         replicas: under as many times the rate.
     """
@@ -97,35 +150,28 @@ class Variant:
     without: str | None = None
     replicas: int = 1
 
-    def config(self) -> ClusterConfig:
-        profile = _profile()
-        sizes = EngineConfig(total_blocks=(profile.cache_tokens or 0) // 16, **self.engine)
-        config = system(self.system, profile, sizes, self.replicas, TARGETS)
+    def config(self, served: Served = LINES) -> ClusterConfig:
+        sizes = EngineConfig(total_blocks=(served.profile.cache_tokens or 0) // 16, **{**served.sizes, **self.engine})
+        config = system(self.system, served.profile, sizes, self.replicas, served.targets, real_times=served.real_times)
         return without(self.without, config) if self.without else config
+
+    def capped(self, step_tokens: int, queued_tokens: int) -> "Variant":
+        """With vLLM's own refusals."""
+        caps = {"max_batch_tokens": step_tokens, "max_num_queued_tokens": queued_tokens}
+        return replace(self, engine={**self.engine, **caps})
 
 
 STOCK = Variant(system="stock", predictor="none", engine={"watermark": _WATERMARK})
-# What is compared, by name; another row is another column of the tables and another line of the figure.
-VARIANTS: Mapping[str, Variant] = {
-    "stock": STOCK,
-    "Sluice": Variant(),
+# What is compared, by name; another row is another column of the tables and another line of the figures.
+VARIANTS: Mapping[str, Variant] = {"stock": STOCK, "Sluice": Variant()}
+# On files besides.
+FILE_VARIANTS: Mapping[str, Variant] = {
+    **VARIANTS,
     "Sluice, lengths known": Variant(predictor="oracle"),
     "Sluice, 4 replicas": Variant(replicas=4),
 }
-# vLLM's own refusals: tokens per step and most queued tokens.
-CAPS: Mapping[tuple[int, int], Variant] = {
-    (step, queued): replace(
-        STOCK, engine={"watermark": _WATERMARK, "max_batch_tokens": step, "max_num_queued_tokens": queued}
-    )
-    for step, queued in product((1024, 2048, 8192), (2500, 5000, 10_000, 20_000, 40_000))
-}
 BEST_CAP = "stock, best cap"
 LEAVE_OUT: Mapping[str, Variant] = {f"without {name}": Variant(without=name) for name in FEATURES}
-
-
-@cache
-def _profile() -> EngineProfile:
-    return engine_profile(ENGINE)
 
 
 # From a seed and the number of replicas.
@@ -142,15 +188,15 @@ def _of_file(path: Path, seed: int, replicas: int) -> Workload:
     return read_workload(path, rng=np.random.default_rng(seed)).faster(replicas)
 
 
-def in_time(variant: Variant, workload: Workload, seed: int) -> float:
+def in_time(variant: Variant, workload: Workload, seed: int, served: Served = LINES) -> float:
     """Share of the workload's requests."""
     known = predicted(workload, variant.predictor, np.random.default_rng(seed))
-    return attainment(run(variant.config(), known), TARGETS)
+    return attainment(run(variant.config(served), known), served.targets)
 
 
-def _share(job: tuple[Load, Variant, int]) -> float:
+def _share(served: Served, job: tuple[Load, Variant, int]) -> float:
     load, variant, seed = job
-    return in_time(variant, load(seed, variant.replicas), seed)
+    return in_time(variant, load(seed, variant.replicas), seed, served)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,33 +212,52 @@ class Found:
     cap: tuple[int, int]
 
 
-def _measured(setting: Setting, loads: Mapping[str, Load]) -> dict[str, Found]:
-    variants, found = [*VARIANTS.values(), *CAPS.values()], {}
-    shares = setting.grid(_share, list(loads.values()), variants)
+def compared(
+    setting: Setting, served: Served, loads: Mapping[str, Load], variants: Mapping[str, Variant] = VARIANTS
+) -> dict[str, Found]:
+    """The variants, and stock with its best cap, under each load."""
+    caps = [STOCK.capped(*cap) for cap in served.caps]
+    found = {}
+    shares = setting.grid(partial(_share, served), list(loads.values()), [*variants.values(), *caps])
     for name, each in zip(loads, shares.tolist(), strict=True):
-        plain, capped = each[: len(VARIANTS)], dict(zip(CAPS, each[len(VARIANTS) :], strict=True))
+        plain, capped = each[: len(variants)], dict(zip(served.caps, each[len(variants) :], strict=True))
         cap = max(capped, key=lambda key: mean(capped[key]))
-        found[name] = Found(shares={**dict(zip(VARIANTS, plain, strict=True)), BEST_CAP: capped[cap]}, cap=cap)
+        found[name] = Found(shares={**dict(zip(variants, plain, strict=True)), BEST_CAP: capped[cap]}, cap=cap)
     return found
 
 
-_COLUMNS = ("stock", BEST_CAP, *(name for name in VARIANTS if name != "stock"))
+def _columns(variants: Mapping[str, Variant] = VARIANTS) -> list[str]:
+    """The best cap stands beside stock."""
+    return ["stock", BEST_CAP, *(name for name in variants if name != "stock")]
+
+
+def _laws(traffic: Mapping[str, Traffic]) -> dict[str, Load]:
+    return {f"{name} {rate:g}/s": partial(_of_law, each, rate) for name, each in traffic.items() for rate in each.rates}
 
 
 def goodput(setting: Setting) -> list[str]:
     """Share of requests in time against load: stock, stock with its best refusals, Sluice; and files of --data."""
-    laws = {
-        f"{name} {rate:g}/s": partial(_of_law, traffic, rate)
-        for name, traffic in TRAFFIC.items()
-        for rate in traffic.rates
-    }
-    files = _files(setting.data)
-    by_law = _measured(setting, laws)
-    by_file = _measured(replace(setting, runs=1), {path.name.split(".")[0]: partial(_of_file, path) for path in files})
-    if path := setting.figure("goodput"):
-        plots.draw_panels(_panels(by_law), path, x="requests per second", y="share in time")
-    lines = _law_table(by_law)
+    by_law = compared(setting, LINES, _laws(TRAFFIC))
+    draw(setting, "goodput", _points(TRAFFIC), by_law)
+    files = {path.name.split(".")[0]: partial(_of_file, path) for path in _files(setting.data)}
+    by_file = compared(replace(setting, runs=1), LINES, files, FILE_VARIANTS) if files else {}
+    lines = law_table(by_law)
     return [*lines, "", *_file_table(by_file, _reference(setting.data))] if by_file else lines
+
+
+def on_measured(setting: Setting) -> list[str]:
+    """The same on an H100 whose step times were measured: reading beside decodes has a price of its own."""
+    beside = {f"chat {rate:g}/s, documents": partial(_beside_long_prompts, rate, 5.0) for rate in (10.0, 20.0)}
+    found = compared(setting, MEASURED, _laws(MEASURED_TRAFFIC) | beside)
+    draw(setting, "goodput_measured", _points(MEASURED_TRAFFIC), found)
+    return law_table(found)
+
+
+def on_cpu(setting: Setting) -> list[str]:
+    """The same on a CPU engine whose steps take otherwise than Sluice believes."""
+    loads = _laws({"CPU": CPU_TRAFFIC})
+    by_times = {name: compared(setting, replace(CPU, real_times=real), loads) for name, real in CPU_REAL_TIMES.items()}
+    return law_table({f"{load}, steps {name}": by_times[name][load] for name in CPU_REAL_TIMES for load in loads})
 
 
 def leave_out(setting: Setting) -> list[str]:
@@ -202,7 +267,7 @@ def leave_out(setting: Setting) -> list[str]:
         f"{name} {rate}/s": partial(_of_law, TRAFFIC[name], rate) for name, rates in loads.items() for rate in rates
     }
     variants = [VARIANTS["Sluice"], *LEAVE_OUT.values()]
-    shares = setting.grid(_share, list(named.values()), variants).mean(axis=2)
+    shares = setting.grid(partial(_share, LINES), list(named.values()), variants).mean(axis=2)
     rows = [
         (name, float(whole), *(f"{less - whole:+.3f}" for less in rest))
         for name, (whole, *rest) in zip(named, shares, strict=True)
@@ -215,7 +280,7 @@ def long_prompts(setting: Setting) -> list[str]:
     cases = [(rate, every) for rate in (10.0, 20.0) for every in (20.0, 10.0, 5.0)]
     variants = ("stock", "Sluice")
     loads = [partial(_beside_long_prompts, *case) for case in cases]
-    shares = setting.grid(_share, loads, [VARIANTS[name] for name in variants]).mean(axis=2)
+    shares = setting.grid(partial(_share, LINES), loads, [VARIANTS[name] for name in variants]).mean(axis=2)
     named = [f"{rate:g}/s, one every {every:g} s" for rate, every in cases]
     rows = [(name, *(float(share) for share in row)) for name, row in zip(named, shares, strict=True)]
     return table(("chat and documents", *variants), rows)
@@ -235,14 +300,19 @@ def _beside_long_prompts(rate: float, every_s: float, seed: int, replicas: int) 
     )
 
 
-def _law_table(by_law: Mapping[str, Found]) -> list[str]:
-    """Means over seeds, and how far Sluice is from stock, seed by seed."""
+def law_table(
+    by_law: Mapping[str, Found],
+    variants: Mapping[str, Variant] = VARIANTS,
+    differences: Sequence[tuple[str, str]] = (("Sluice", "stock"),),
+) -> list[str]:
+    """Means over seeds, and how far variants are from others, seed by seed."""
     rows = []
     for name, found in by_law.items():
-        more = np.subtract(found.shares["Sluice"], found.shares["stock"])
-        shares = (mean(found.shares[column]) for column in _COLUMNS)
-        rows.append((name, *shares, _cap(found.cap), f"{more.min():+.3f} to {more.max():+.3f}"))
-    return table(("load", *_COLUMNS, "best cap", "Sluice - stock"), rows)
+        shares = (mean(found.shares[column]) for column in _columns(variants))
+        apart = (np.subtract(found.shares[one], found.shares[other]) for one, other in differences)
+        ranges = (f"{more.min():+.3f} to {more.max():+.3f}" for more in apart)
+        rows.append((name, *shares, _cap(found.cap), *ranges))
+    return table(("load", *_columns(variants), "best cap", *map(" - ".join, differences)), rows)
 
 
 def _cap(cap: tuple[int, int]) -> str:
@@ -250,17 +320,32 @@ def _cap(cap: tuple[int, int]) -> str:
     return f"{queued} queued, {step} a step"
 
 
-def _panels(by_law: Mapping[str, Found]) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
-    return {
-        kind: {
-            column: (
-                [float(rate) for rate in traffic.rates],
-                [mean(by_law[f"{kind} {rate:g}/s"].shares[column]) for rate in traffic.rates],
-            )
-            for column in _COLUMNS
+# Loads by where they stand on the axis of a panel, by the panel's title.
+Points = Mapping[str, Mapping[float, str]]
+
+
+def _points(traffic: Mapping[str, Traffic]) -> Points:
+    return {kind: {rate: f"{kind} {rate:g}/s" for rate in each.rates} for kind, each in traffic.items()}
+
+
+def draw(
+    setting: Setting,
+    name: str,
+    points: Points,
+    by_law: Mapping[str, Found],
+    variants: Mapping[str, Variant] = VARIANTS,
+    x: str = "requests per second",
+) -> None:
+    """Share in time against load, where figures are asked for."""
+    panels = {
+        title: {
+            column: (list(loads), [mean(by_law[load].shares[column]) for load in loads.values()])
+            for column in _columns(variants)
         }
-        for kind, traffic in TRAFFIC.items()
+        for title, loads in points.items()
     }
+    if path := setting.figure(name):
+        plots.draw_panels(panels, path, x=x, y="share in time")
 
 
 def _files(folder: Path | None) -> list[Path]:
@@ -284,16 +369,16 @@ def _reference(folder: Path | None) -> dict[str, dict[str, Any]]:
 
 def _file_table(by_file: Mapping[str, Found], reference: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Shares by file beside the reference's, and whether the two stocks agree."""
-    rows, apart = [], []
+    rows, apart, columns = [], [], _columns(FILE_VARIANTS)
     for name, found in by_file.items():
-        shares = [found.shares[column][0] for column in _COLUMNS]
+        shares = [found.shares[column][0] for column in columns]
         theirs = reference.get(name)
         others: list[object] = ["-"] * 3
         if theirs is not None:
             others = [float(theirs["stock8192"]), float(theirs["best_cap"][0]), float(theirs["moore_hodgson"])]
             apart.append(abs(shares[0] - theirs["stock8192"]))
         rows.append((name, *shares, _cap(found.cap), *others))
-    heading = ("file", *_COLUMNS, "best cap", "reference: stock", "reference: best cap", "reference: rules")
+    heading = ("file", *columns, "best cap", "reference: stock", "reference: best cap", "reference: rules")
     lines = table(heading, rows)
     if apart:
         kept = "within" if max(apart) <= _AGREEMENT else "NOT within"

@@ -20,6 +20,7 @@ from policies.papers.bin_worth import expected_batch_max
 from policies.router.bin_edges import equal_mass_edges, optimal_edges
 from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import IdleOrder
+from policies.router.promise import Promise
 from policies.types import FloatArray
 from simulator.cluster import ClusterConfig, Run, run, run_gang
 from simulator.engines import engine_profile
@@ -362,7 +363,7 @@ def _idle_orders(source: Workload, job: tuple[int]) -> list[list[float]]:
     (seed,) = job
     drawn_work = drawn(source, 1500, seed)
     work = replace(drawn_work, slo_class=("nightly",) * len(drawn_work))
-    config = _config(slots=64, promises={"nightly": (36_000.0, 1.0)})
+    config = _config(slots=64, promises={"nightly": Promise(ttft_s=36_000.0, tpot_s=1.0)})
     found = []
     for order in get_args(IdleOrder):
         finished = run(replace(config, router=RouterConfig(fills_idle={"nightly": order})), work)

@@ -17,6 +17,7 @@ from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.multi_bin import MultiBinConfig
 from policies.router.order import IdleOrder
+from policies.router.promise import Promise
 from policies.types import BatchState, StepCoefficients, StepPlan, StepResult, StepTimes
 from simulator import cluster
 from simulator.cluster import ClusterConfig, Run, run
@@ -101,7 +102,7 @@ def test_offline_work_waits_for_idle_capacity_and_starts_by_prompt_length(order:
     both = replace(drawn, arrival_s=np.zeros(120), slo_class=("chat", "nightly") * 60)
     router = RouterConfig(fills_idle={"nightly": order})
     engine = EngineConfig(slots=4, total_blocks=4000, ordered=True)
-    targets = {"chat": (1e6, 1.0), "nightly": (600.0, 1.0)}
+    targets = {"chat": Promise(ttft_s=1e6, tpot_s=1.0), "nightly": Promise(ttft_s=600.0, tpot_s=1.0)}
     result = run(ClusterConfig(times=TIMES, engine=engine, router=router, promises=targets), both)
     started = {name: [r for r in result.requests if r.slo_class == name and r.started_s] for name in targets}
     assert max(r.started_s or 0.0 for r in started["chat"]) <= min(r.started_s or 0.0 for r in started["nightly"])
@@ -353,7 +354,7 @@ def test_an_engine_starts_what_waits_by_promises_where_it_is_ordered() -> None:
     def first_of_chat(ordered: bool) -> int:
         router = RouterConfig(credit_lookahead=None)
         engine = EngineConfig(slots=1, total_blocks=400, ordered=ordered)
-        promises = {"chat": (0.5, math.inf), "batch": (60.0, math.inf)}
+        promises = {"chat": Promise(ttft_s=0.5), "batch": Promise(ttft_s=60.0)}
         config = ClusterConfig(times=TIMES, engine=engine, router=router, promises=promises)
         mixed = replace(workload(4, rate=1000.0, seed=0), slo_class=("batch", "batch", "batch", "chat"))
         done = run(config, mixed).requests
@@ -365,7 +366,7 @@ def test_an_engine_starts_what_waits_by_promises_where_it_is_ordered() -> None:
 def test_a_long_prompt_in_progress_lets_those_through_that_would_be_late_behind_it() -> None:
     """It takes 1.5 s by itself; short ones that come meanwhile are due within half a second."""
     engine = EngineConfig(slots=16, total_blocks=4000, max_batch_tokens=512, ordered=True)
-    promises = {"chat": (0.5, math.inf), "document": (30.0, math.inf)}
+    promises = {"chat": Promise(ttft_s=0.5), "document": Promise(ttft_s=30.0)}
     settings = {"mode": "mixed", "step_times": TIMES}
     config = ClusterConfig(times=TIMES, engine=engine, batch="auto", batch_settings=settings, promises=promises)
     given = Workload.of(
@@ -396,7 +397,7 @@ def test_what_a_replica_could_not_read_soon_waits_in_the_router() -> None:
 
         auto = small("auto")
         router = RouterConfig(credit_s=credit_s)
-        config = replace(auto, router=router, promises={"*": (1e3, math.inf)}, engine=replace(SMALL, ordered=True))
+        config = replace(auto, router=router, promises={"*": Promise(ttft_s=1e3)}, engine=replace(SMALL, ordered=True))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(cluster, "Engine", Watched)
             assert_all_served(run(config, workload(200, rate=50.0, seed=0)))
@@ -412,7 +413,7 @@ def test_promises_that_are_far_off_hold_nobody_back(mode: str) -> None:
     settings = {"mode": mode, "step_times": TIMES}
     free, bound = (
         run(ClusterConfig(times=TIMES, engine=roomy, batch="auto", batch_settings=settings, promises=promises), given)
-        for promises in ({}, {"*": (100.0, 0.5)})
+        for promises in ({}, {"*": Promise(ttft_s=100.0, tpot_s=0.5)})
     )
     assert np.median([r.ttft_s for r in bound.requests]) < 2 * np.median([r.ttft_s for r in free.requests])
 

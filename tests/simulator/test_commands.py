@@ -16,6 +16,7 @@ from deployments.config.application import AppConfig
 from deployments.config.scheduler import SchedulerSettings
 from policies.errors import ConfigError, InputError, SluiceError
 from policies.papers.auto_literal import AutoLiteralConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
 from simulator import commands, planner
 from simulator.cluster import run as simulated
@@ -196,8 +197,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
     live = AppConfig.model_validate({"model": "demo", "classes": classes, "default_class": "batch"})
     profile = engine_profile(L40S)
     simulated = system("sluice", profile, EngineConfig(), 1, targets)
-    promised = {name: (promise.ttft_s, promise.tpot_s) for name, promise in live.promises().items()}
-    assert (simulated.order, simulated.promises) == (live.order.policy, promised)
+    assert (simulated.order, simulated.promises) == (live.order.policy, live.promises())
     argv = live.engine_argv()
     settings = SchedulerSettings.of_vllm(json.loads(argv[argv.index("--additional-config") + 1]))
     told = AutoLiteralConfig(**simulated.batch_settings)
@@ -393,6 +393,18 @@ def test_engines_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_target_is_read_from_its_end_so_that_classes_may_hold_colons() -> None:
     assert parse_target("a:b:1:0.05") == ("a:b", Target(ttft_s=1.0, tpot_s=0.05))
+
+
+def test_a_target_may_be_the_whole_answer_by_a_time() -> None:
+    assert parse_target("agents:-:-:8") == ("agents", Target(e2e_s=8.0))
+    assert parse_target("*:1:-:8.5") == ("*", Target(ttft_s=1.0, e2e_s=8.5))
+    assert parse_target("*:1:-:8.5")[1].promise() == Promise(ttft_s=1.0, e2e_s=8.5)
+
+
+@pytest.mark.parametrize("text", ["a:-", "a:0:1", "a:1:2:0", "a:1", "a:1:2:3s", ":1:2"])
+def test_what_is_no_target_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="a target is CLASS:TTFT_S:TPOT_S"):
+        parse_target(text)
 
 
 def test_percentiles_of_gaps_are_right_to_a_percent() -> None:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from policies.types import IntArray
+from simulator.presets import FEATURES
+from simulator.real_times import RealTimes
 from simulator.reproduce import goodput
 from simulator.reproduce.__main__ import main
 from simulator.reproduce.common import Setting
@@ -51,15 +54,18 @@ def few(seed: int = 0) -> Workload:
     return TRAFFIC["mix"].drawn(15.0, 60, np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize("variant", [*goodput.VARIANTS.values(), *goodput.CAPS.values(), *goodput.LEAVE_OUT.values()])
+CAPPED = [goodput.STOCK.capped(*cap) for cap in goodput.LINES.caps]
+
+
+@pytest.mark.parametrize("variant", [*goodput.FILE_VARIANTS.values(), *CAPPED, *goodput.LEAVE_OUT.values()])
 def test_every_variant_can_be_run(variant: Variant) -> None:
     assert 0.0 <= in_time(variant, few(), 0) <= 1.0
 
 
 def test_the_grid_of_refusals_has_fifteen_different_settings_of_stock() -> None:
-    engines = [variant.config().engine for variant in goodput.CAPS.values()]
+    engines = [variant.config().engine for variant in CAPPED]
     assert len({(each.max_batch_tokens, each.max_num_queued_tokens) for each in engines}) == 15
-    assert {variant.system for variant in goodput.CAPS.values()} == {"stock"}
+    assert {variant.system for variant in CAPPED} == {"stock"}
 
 
 def test_several_replicas_are_judged_under_as_many_times_the_rate(
@@ -75,15 +81,19 @@ def test_several_replicas_are_judged_under_as_many_times_the_rate(
     assert four.arrival_s[-1] == pytest.approx(one.arrival_s[-1], rel=0.2)
     assert len(file_four) == len(file_one)
     assert file_four.arrival_s[-1] == pytest.approx(file_one.arrival_s[-1] / 4)
-    assert {variant.config().replicas for variant in goodput.VARIANTS.values()} == {1, 4}
+    assert {variant.config().replicas for variant in goodput.FILE_VARIANTS.values()} == {1, 4}
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """One load of each kind, eight requests, two settings of the grid."""
     monkeypatch.setattr(goodput, "REQUESTS", 8)
-    traffic = {name: goodput.replace(each, rates=each.rates[-1:]) for name, each in TRAFFIC.items()}
-    monkeypatch.setattr(goodput, "TRAFFIC", traffic)
-    monkeypatch.setattr(goodput, "CAPS", dict(list(goodput.CAPS.items())[:2]))
+    for name in ("TRAFFIC", "MEASURED_TRAFFIC"):
+        traffic = {kind: replace(each, rates=each.rates[-1:]) for kind, each in getattr(goodput, name).items()}
+        monkeypatch.setattr(goodput, name, traffic)
+    monkeypatch.setattr(goodput, "CPU_TRAFFIC", replace(goodput.CPU_TRAFFIC, rates=(3.0,)))
+    for name in ("LINES", "MEASURED", "CPU"):
+        served = getattr(goodput, name)
+        monkeypatch.setattr(goodput, name, replace(served, caps=served.caps[:2]))
 
 
 def write(folder: Path, name: str, labels: str, stock: float | None = None) -> None:
@@ -120,5 +130,36 @@ def test_a_reference_that_does_not_agree_is_said_so(tmp_path: Path, monkeypatch:
 def test_leaving_features_out_names_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
     heading, _, *rows = goodput.leave_out(Setting(runs=1))
-    assert all(name in heading for name in goodput.FEATURES)
+    assert all(name in heading for name in FEATURES)
     assert len(rows) == 5
+
+
+def test_the_measured_engine_and_the_slow_one_have_tables_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small(monkeypatch)
+    main(["goodput-measured", "goodput-cpu", "--figures", str(tmp_path), "--seeds", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines if line.startswith("|")] == [
+        "load", "---", "mix 20/s", "chat 40/s", "chat 10/s, documents", "chat 20/s, documents",
+        "load", "---", *(f"CPU 3/s, steps {name}" for name in goodput.CPU_REAL_TIMES),
+    ]  # fmt: skip
+    assert (tmp_path / "goodput_measured.png").is_file()
+
+
+def test_plain_vllm_keeps_fewer_promises_where_steps_take_longer_than_believed() -> None:
+    rng = np.random.default_rng(0)
+    load = goodput.CPU_TRAFFIC.drawn(8.1, 200, rng)
+    believed, longer = (
+        in_time(goodput.STOCK, load, 0, replace(goodput.CPU, real_times=real)) for real in (None, RealTimes(factor=1.4))
+    )
+    assert longer < believed - 0.05
+
+
+def test_on_the_slow_engine_plain_vllm_keeps_95_percent_at_the_capacity_of_the_real_one() -> None:
+    served = replace(goodput.CPU, real_times=RealTimes(factor=1.4))
+    shares = [
+        in_time(goodput.STOCK, goodput.CPU_TRAFFIC.drawn(3.0, 1500, np.random.default_rng(seed)), seed, served)
+        for seed in range(3)
+    ]
+    assert np.mean(shares) == pytest.approx(0.95, abs=0.02)

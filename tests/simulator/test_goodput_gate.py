@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from simulator.cluster import run
+from simulator.engine import EngineConfig
+from simulator.engines import engine_profile
+from simulator.predictors import predicted
+from simulator.presets import system
+from simulator.report import Target, attainment
 from simulator.reproduce.common import mean, steady_rate
-from simulator.reproduce.goodput import STOCK, Traffic, Variant, in_time
+from simulator.reproduce.goodput import ENGINE, STOCK, Traffic, Variant, in_time
 
 pytestmark = pytest.mark.long
 
@@ -55,3 +60,28 @@ def test_no_fewer_requests_are_in_time_than_with_plain_vllm(kind: str, load: flo
     plain, ours = (list(map(partial(share, variant, kind, rate), SEEDS)) for variant in (PLAIN, SLUICE))
     told = f"{kind} at {rate:.1f}/s, {load:g} of capacity, by seed: Sluice {ours}, plain vLLM {plain}"
     assert mean(ours) >= mean(plain) - TOLERANCE, told
+
+
+WHOLE = {"interactive": Target(e2e_s=2.0), "standard": Target(e2e_s=8.0)}
+
+
+def whole(name: str, predictor: str, kind: str, rate: float, seed: int) -> float:
+    """Share of the requests whose last token came by its time."""
+    load = traffic(kind).drawn(rate, REQUESTS, np.random.default_rng(seed))
+    profile = engine_profile(ENGINE)
+    sizes = EngineConfig(total_blocks=profile.cache_tokens // 16, **SLOTS)
+    targets = {name: target for name, target in WHOLE.items() if name in TRAFFIC[kind]}
+    given = predicted(load, predictor, np.random.default_rng(seed))
+    return attainment(run(system(name, profile, sizes, 1, targets), given), targets)
+
+
+@pytest.mark.parametrize("load", [0.8, 1.2, 1.6])
+@pytest.mark.parametrize("kind", TRAFFIC)
+def test_no_fewer_whole_answers_are_in_time_than_with_plain_vllm(kind: str, load: float) -> None:
+    rate = load * capacity(kind)
+    systems = (("stock", "none"), ("sluice", "none"), ("sluice", "noise:0.44"))
+    plain, untold, told = (
+        mean([whole(name, predictor, kind, rate, seed) for seed in SEEDS]) for name, predictor in systems
+    )
+    said = f"{kind}, {load:g} of capacity: plain {plain:.3f}, Sluice {untold:.3f}, with predictions {told:.3f}"
+    assert min(untold, told) >= plain - TOLERANCE, said

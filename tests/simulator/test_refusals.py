@@ -100,7 +100,7 @@ def test_in_a_closed_loop_the_next_comes_for_one_that_was_refused() -> None:
     assert len(result.requests) >= 2 and result.refused
 
 
-def test_what_was_refused_misses_both_targets_even_for_an_answer_of_one_token() -> None:
+def test_what_was_refused_misses_every_target_even_for_an_answer_of_one_token() -> None:
     targets = {"*": Target(ttft_s=60.0, tpot_s=60.0)}
     result = served([0.0] * 10, 10, 1, max_num_queued_reqs=4)
     numbers = summary(result, targets)
@@ -108,6 +108,7 @@ def test_what_was_refused_misses_both_targets_even_for_an_answer_of_one_token() 
         "attainment": 0.4,
         "ttft_met": 0.4,
         "tpot_met": 0.4,
+        "e2e_met": 0.4,
         "goodput_per_s": pytest.approx(4 / result.makespan_s),
     }
     assert (numbers["refused"], numbers["classes"]["*"]["refused"], attainment(result, targets)) == (6, 6, 0.4)

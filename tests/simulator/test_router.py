@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from policies.errors import ConfigError
 from policies.router.admission import ClassLimits
 from policies.router.placement import Offer
+from policies.router.promise import Promise
 from policies.router.tickets import Ticket
 from policies.types import StepCoefficients, StepTimes
 from simulator.cluster import ClusterConfig, Run, run
@@ -34,7 +35,7 @@ def served(
     columns = {name: others.pop(name) for name in ("slo_class", "api_key") if name in others}
     work = Workload.of("equal", np.array(arrivals_s), np.full(count, 100), np.full(count, output), **columns)
     engine = EngineConfig(slots=slots, total_blocks=4000, ordered=True)
-    config = ClusterConfig(times=TIMES, engine=engine, promises={"*": (promised_s, math.inf)})
+    config = ClusterConfig(times=TIMES, engine=engine, promises={"*": Promise(ttft_s=promised_s)})
     return run(replace(config, router=RouterConfig(**others)), work)
 
 
