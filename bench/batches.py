@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import openai
 
-from bench.capacity import OpenLoop, add_options, classes_of, engine_arguments
+from bench.capacity import OpenLoop, add_options, classes_of, engine_arguments, lengths_of
 from bench.chat_client import TEXT_PATH
 from bench.load import ServerUnusable, first_model
 from bench.open_loop import LOOSE, Lengths, Request, draw_requests
@@ -132,7 +132,7 @@ class RunningBatch:
 
 def measure(session: Session) -> list[Run]:
     """Raises: ServerFailed, ServerUnusable, RequestFailed, ValueError, openai.OpenAIError."""
-    loop = OpenLoop(session)
+    loop = OpenLoop(session, lengths_of(session.options))
     with session.running(session.plain("vllm serve", 0)) as plain:
         loop.measure_targets(plain.spec.url)
     settings = {

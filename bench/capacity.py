@@ -7,13 +7,13 @@ rate at which 95 % are in time.
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import uvloop
 
 from bench.chat_client import TEXT_PATH, Answer, ChatClient
 from bench.load import ServerUnusable, first_model
-from bench.open_loop import LOOSE, TIGHT, Lengths, Outcome, Request, Targets, draw_requests, run_open_loop
+from bench.open_loop import LOOSE, TIGHT, Arrival, Lengths, Outcome, Targets, draw_requests, run_open_loop
 from bench.session import Session, positive, positive_number
 
 KEPT_AT_CAPACITY = 0.95
@@ -43,6 +43,11 @@ def engine_arguments(options: argparse.Namespace) -> Sequence[str]:
     return f"--max-num-seqs={options.slots}", "--no-enable-prefix-caching"
 
 
+def lengths_of(options: argparse.Namespace) -> Lengths:
+    """Raises ValueError: lengths that make no requests."""
+    return Lengths(tight_prompt=options.tight_prompt, loose_prompt=options.loose_prompt, answer=options.answer)
+
+
 class OpenLoop:
     """Open loops of one session, whose requests have to keep the same targets.
 
@@ -52,13 +57,8 @@ class OpenLoop:
         busy_rate: requests a second at which all slots would be busy with reading and decoding.
     """
 
-    def __init__(self, session: Session) -> None:
-        """Raises ValueError: lengths that make no requests."""
-        options = session.options
-        self.session, self.slots = session, options.slots
-        self.lengths = Lengths(
-            tight_prompt=options.tight_prompt, loose_prompt=options.loose_prompt, answer=options.answer
-        )
+    def __init__(self, session: Session, lengths: Lengths) -> None:
+        self.session, self.slots, self.lengths = session, session.options.slots, lengths
         self.targets: Mapping[str, Targets] = {}
         self.busy_rate = 0.0
 
@@ -66,7 +66,7 @@ class OpenLoop:
         """By plain vLLM at that address. Raises ServerUnusable, RequestFailed: it answers nothing."""
         self.session.stage("a full decode step, and reading a prompt")
         step_s, reading_s = self._full_step_s(url), self._prompt_reading_s(url)
-        self.targets = targets_of(step_s, reading_s)
+        self.targets = self.targets_of(step_s, reading_s)
         self.busy_rate = self.slots / (self.lengths.answer * step_s + self.slots * reading_s)
         say = self.session.say
         say(f"a full decode step takes {1e3 * step_s:.1f} ms, reading a mean prompt {1e3 * reading_s:.0f} ms")
@@ -94,7 +94,18 @@ class OpenLoop:
 
         return statistics.median(answer.ttft_s for answer in uvloop.run(ask_all()))
 
-    def ask(self, url: str, requests: Sequence[Request]) -> list[Outcome]:
+    def targets_of(self, step_s: float, reading_s: float) -> Mapping[str, Targets]:
+        """By class, from what a full decode step and reading a mean prompt take."""
+        return {
+            slo_class: Targets(ttft_s=IN_READINGS[slo_class] * reading_s, tpot_s=IN_STEPS[slo_class] * step_s)
+            for slo_class in (TIGHT, LOOSE)
+        }
+
+    def draw(self, count: int, rate: float, seed: int) -> Sequence[Arrival]:
+        """Requests at `rate` a second in the mean, in order of arrival."""
+        return draw_requests(count, rate, self.lengths, seed)
+
+    def ask(self, url: str, requests: Sequence[Arrival]) -> list[Outcome]:
         return uvloop.run(run_open_loop(url, first_model(url), requests, self.session.bar.update))
 
     def in_time(self, outcomes: Sequence[Outcome]) -> list[bool]:
@@ -106,7 +117,7 @@ class OpenLoop:
 
         def kept_at(rate: float) -> float:
             self.session.stage(f"in search of capacity, {rate:.2f} requests a second")
-            requests = draw_requests(requests_at(rate), rate, self.lengths, seed=round(1e6 * rate))
+            requests = self.draw(requests_at(rate), rate, seed=round(1e6 * rate))
             kept = statistics.fmean(self.in_time(self.ask(url, requests)))
             self.session.say(f"at {rate:.2f} requests a second: {kept:.3f} in time")
             return kept
@@ -116,24 +127,22 @@ class OpenLoop:
         return found
 
 
-def targets_of(step_s: float, reading_s: float) -> dict[str, Targets]:
-    """By class, from what a full decode step and reading a mean prompt take."""
-    return {
-        slo_class: Targets(ttft_s=IN_READINGS[slo_class] * reading_s, tpot_s=IN_STEPS[slo_class] * step_s)
-        for slo_class in (TIGHT, LOOSE)
-    }
-
-
 def targets_in_words(targets: Mapping[str, Targets]) -> str:
-    return "; ".join(
-        f"{name}: first token within {1e3 * each.ttft_s:.0f} ms, {1e3 * each.tpot_s:.0f} ms a token"
-        for name, each in targets.items()
-    )
+    return "; ".join(f"{name}: {', '.join(_in_words(each))}" for name, each in targets.items())
+
+
+def _in_words(targets: Targets) -> Iterator[str]:
+    if targets.ttft_s is not None:
+        yield f"first token within {1e3 * targets.ttft_s:.0f} ms"
+    if targets.tpot_s is not None:
+        yield f"{1e3 * targets.tpot_s:.0f} ms a token"
+    if targets.e2e_s is not None:
+        yield f"last one within {targets.e2e_s:.3g} s"
 
 
 def classes_of(targets: Mapping[str, Targets]) -> dict[str, dict[str, object]]:
     """Sluice's section of settings that promises these targets."""
-    return {name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s} for name, each in targets.items()}
+    return {name: {"ttft_s": each.ttft_s, "tpot_s": each.tpot_s, "e2e_s": each.e2e_s} for name, each in targets.items()}
 
 
 def capacity_of(kept_at: Callable[[float], float], start: float) -> float:

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -41,6 +42,19 @@ class Lengths:
         return (self.tight_prompt + self.loose_prompt) / 2
 
 
+class Arrival(Protocol):
+    """A request of an open loop. `arrival_s` counts from the start of the run; results are told by `kind`."""
+
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def slo_class(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+
+    def body(self, model: str) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """`arrival_s` counts from the start of the run."""
@@ -49,6 +63,10 @@ class Request:
     slo_class: str
     prompt_token_ids: list[int]
     max_tokens: int
+
+    @property
+    def kind(self) -> str:
+        return self.slo_class
 
     def body(self, model: str) -> bytes:
         return msgspec.json.encode(
@@ -66,17 +84,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Seconds: until the first token, and of each further one in the mean of an answer."""
+    """Seconds: until the first token, of each further one in the mean of an answer, and until the last one; None is no
+    target."""
 
-    ttft_s: float
-    tpot_s: float
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
 
     def kept_by(self, answer: Answer | None) -> bool:
         """None was refused or failed."""
         if answer is None:
             return False
-        further = answer.output_tokens - 1
-        return answer.ttft_s <= self.ttft_s and (not further or sum(answer.itl_s) / further <= self.tpot_s)
+        further, after_first_s = answer.output_tokens - 1, sum(answer.itl_s)
+        took_s = (answer.ttft_s, after_first_s / further if further else 0.0, answer.ttft_s + after_first_s)
+        asked_s = (self.ttft_s, self.tpot_s, self.e2e_s)
+        return all(asked is None or took <= asked for took, asked in zip(took_s, asked_s, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +112,28 @@ class Outcome:
 
 def draw_requests(count: int, rate: float, lengths: Lengths, seed: int) -> list[Request]:
     """Requests at `rate` a second in the mean, in order of arrival."""
-    rng, now_s = random.Random(seed), 0.0
-    shape = 1 / ARRIVAL_CV**2
-    drawn = []
-    for _ in range(count):
-        now_s += rng.gammavariate(shape, 1 / (rate * shape))
+    rng, drawn = random.Random(seed), []
+    for now_s in arrivals(rng, count, rate):
         slo_class = rng.choice((TIGHT, LOOSE))
         mean_prompt = lengths.tight_prompt if slo_class == TIGHT else lengths.loose_prompt
-        prompt = rng.choices(TOKEN_IDS, k=_around(rng, mean_prompt))
+        prompt = rng.choices(TOKEN_IDS, k=around(rng, mean_prompt))
         request = Request(
-            arrival_s=now_s, slo_class=slo_class, prompt_token_ids=prompt, max_tokens=_around(rng, lengths.answer)
+            arrival_s=now_s, slo_class=slo_class, prompt_token_ids=prompt, max_tokens=around(rng, lengths.answer)
         )
         drawn.append(request)
     return drawn
 
 
-def _around(rng: random.Random, mean: int) -> int:
+def arrivals(rng: random.Random, count: int, rate: float) -> Iterator[float]:
+    """Seconds from the start, at `rate` a second in the mean, in bursts."""
+    now_s, shape = 0.0, 1 / ARRIVAL_CV**2
+    for _ in range(count):
+        now_s += rng.gammavariate(shape, 1 / (rate * shape))
+        yield now_s
+
+
+def around(rng: random.Random, mean: int) -> int:
+    """Between half and one and a half of the mean."""
     return rng.randint(mean // 2, mean + mean // 2)
 
 
@@ -132,14 +160,14 @@ class _Clients:
 async def run_open_loop(
     url: str,
     model: str,
-    requests: Sequence[Request],
+    requests: Sequence[Arrival],
     on_end: Callable[[], object] = lambda: None,
     timeout_s: float = PATIENCE_S,
 ) -> list[Outcome]:
     """Outcomes in order of arrival, when the last request is over."""
     bodies = [request.body(model) for request in requests]
 
-    async def ask(request: Request, body: bytes, began_s: float) -> Outcome:
+    async def ask(request: Arrival, body: bytes, began_s: float) -> Outcome:
         await asyncio.sleep(began_s + request.arrival_s - time.perf_counter())
         with clients.one(request.slo_class) as client:
             try:

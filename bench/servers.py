@@ -82,8 +82,19 @@ def vllm_is_for_gpus() -> bool:
 
 
 def shared_arguments(more: Sequence[str]) -> tuple[str, ...]:
-    """Arguments of every engine on the build of vLLM that is installed here, with `more` behind them."""
-    return (*ENGINE_ARGUMENTS, *(GPU_ARGUMENTS if vllm_is_for_gpus() else ()), *more)
+    """Arguments of every engine on the build of vLLM that is installed here, with `more` behind them.
+
+    Of an option that stands there twice the later counts: vLLM does so, and Sluice refuses both.
+    """
+    given = (*ENGINE_ARGUMENTS, *(GPU_ARGUMENTS if vllm_is_for_gpus() else ()), *more)
+    found: dict[str, list[str]] = {}
+    name = ""
+    for argument in given:
+        if argument.startswith("-"):
+            name = argument.partition("=")[0]
+            found.pop(name, None)
+        found.setdefault(name, []).append(argument)
+    return tuple(word for words in found.values() for word in words)
 
 
 def gpus_of_an_engine(given: float | None) -> float:

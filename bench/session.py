@@ -137,11 +137,11 @@ class Session:
         self.options, self.stack = options, stack
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
         self.bar = stack.enter_context(tqdm(unit="request", mininterval=0.5, disable=None))
-        self.model, self.engine_arguments = options.model, shared_arguments(arguments)
-        if self.model is None:
+        self.model = str(options.model or self.folder / "random")
+        if options.model is None:
             random_model.write_model(self.folder / "random")
-            self.model = str(self.folder / "random")
-            self.engine_arguments = (*random_model.engine_arguments(), *self.engine_arguments)  # the later counts
+            arguments = (*random_model.engine_arguments(), *arguments)
+        self.engine_arguments = shared_arguments(arguments)
 
     def stage(self, text: str) -> None:
         self.bar.set_description(text)

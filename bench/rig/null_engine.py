@@ -51,7 +51,13 @@ class NullCodec:
         return array("Q")
 
     def with_ticket(
-        self, request: NullRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+        self,
+        request: NullRequest,
+        ticket: Ticket,
+        *,
+        ttft_left_s: float | None,
+        e2e_left_s: float | None,
+        resumed: bool = False,
     ) -> NullRequest:
         return request
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from statistics import fmean, stdev
 
 import pytest
@@ -56,6 +57,12 @@ def answer(ttft_s: float, *itl_s: float) -> Answer:
 )
 def test_in_time_is_who_keeps_the_first_token_and_the_mean_of_all_others(given: Answer | None, kept: bool) -> None:
     assert Targets(ttft_s=1.0, tpot_s=0.1).kept_by(given) is kept
+
+
+def test_a_whole_answer_has_a_target_of_its_own_where_one_is_given() -> None:
+    given, targets = answer(1.0, 0.05, 0.15), Targets(ttft_s=1.0, tpot_s=0.1, e2e_s=1.3)
+    assert targets.kept_by(given)
+    assert not replace(targets, e2e_s=1.1).kept_by(given)
 
 
 def test_requests_are_sent_when_they_come_however_slow_the_answers_are() -> None:

@@ -20,7 +20,7 @@ from deployments.process.ports import free_port
 from tests.bench.toy_server import toy_spec
 from tests.builds import install_build
 
-PROGRAMS = ("batches", "compare", "first_token", "goodput", "prefill_decode", "prefixes")
+PROGRAMS = ("batches", "compare", "completion", "first_token", "goodput", "prefill_decode", "prefixes")
 READY = "import signal; print('ready', flush=True); signal.pause()"
 
 
@@ -57,6 +57,7 @@ def test_help_shows_the_shared_engine_arguments(name: str, capsys: pytest.Captur
         ("goodput", ["--also", "nothing"], "must look like NAME=http"),
         ("goodput", ["--rounds", "0"], "at least 1"),
         ("goodput", ["--loads", "0"], "above 0"),
+        ("completion", ["--learn", "0"], "at least 1"),
         ("goodput", ["--figure", "/nowhere/runs.png"], "no folder /nowhere"),
         ("batches", ["--loads", "0"], "--loads"),
         ("batches", ["--loads", "nan"], "--loads"),
@@ -108,6 +109,11 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(
             "goodput",
             "--capacity 50 --requests 20 --rounds 2 --slots 2 --loads 1 --answer 4",
             "| vllm serve, best cap |",
+        ),
+        (
+            "completion",
+            "--capacity 50 --requests 10 --rounds 1 --slots 2 --loads 1 --learn 4",
+            "| Sluice without predictor |",
         ),
         ("prefixes", "--sessions 2 --turns 2 --rounds 2 --think 0.01 --systems sluice,vllm", "| Sluice / this one "),
         ("prefill_decode", "--repeats 2 --seconds 1 --every 0.5 --streams 2", "| gap_p99_ms "),
@@ -167,8 +173,21 @@ def test_without_a_model_one_of_random_weights_is_made(tmp_path: Path) -> None:
         options = new_parser("bench.x", "", "", first_port=18900, model=None).parse_args([])
         made = Session(options, ("--dtype=float16",), stack)
         assert (Path(made.model) / "config.json").is_file()
-        assert made.engine_arguments.index("--dtype=float16") > made.engine_arguments.index("--load-format=dummy")
+        assert {"--dtype=float16", "--load-format=dummy"} <= set(made.engine_arguments)
     assert not Path(made.model).exists()
+
+
+def test_of_what_is_given_twice_the_later_counts_for_all_and_sluice_takes_it(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        options = new_parser("bench.x", "", "", first_port=18900, model=None).parse_args([])
+        made = Session(options, ("--max-num-seqs=16", "--seed", "1", "--dtype=float16", "--seed", "2"), stack)
+        config = cli.app_config(cli.parse(made.sluice("ours", 1, {"engine": {"replicas": 1}}).command[1:]))
+    assert config.vllm_args == made.engine_arguments == made.plain("plain", 0).command[-len(config.vllm_args) :]
+    assert [word for word in config.vllm_args if "seqs" in word or "dtype" in word] == [
+        "--max-num-seqs=16",
+        "--dtype=float16",
+    ]
+    assert config.vllm_args[-2:] == ("--seed", "2")
 
 
 def test_what_was_measured_is_printed_and_written_and_servers_end(
