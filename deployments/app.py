@@ -80,7 +80,8 @@ def application(config: AppConfig) -> Application:
         for group in _groups(each)
     ]
     logs = config.logs.settings()
-    predictor = predictor_application(config.predictor, logs) if config.predictor.own_replicas else None
+    own = config.predictor.own_replicas(config.promises().values())
+    predictor = predictor_application(config.predictor, logs) if own else None
     batches = runner_application(config.batches, logs) if config.batches.folder is not None else None
     api_keys = os.environ.get(KEYS_ENV)
     return _router_deployment(config).bind(config, redis_url, engines, api_keys, predictor, batches)

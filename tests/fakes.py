@@ -41,6 +41,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     cache: the one that it begins with.
     fetches: False only tells that nobody will.
     told: what its router says of it: seconds until its first token is due, and whether it goes on.
+    ends_in_s: seconds until its last token is due, by its router.
     unread: tokens of its prompt that count as unread, by replica.
     trace: the headers of its trace.
     """
@@ -55,6 +56,7 @@ class FakeRequest(msgspec.Struct, kw_only=True):
     cache: dict[str, int] | None = None
     fetches: bool = True
     told: tuple[float | None, bool] = (None, False)
+    ends_in_s: float | None = None
     unread: dict[str, int] = {}
     trace: dict[str, str] | None = None
 
@@ -111,10 +113,16 @@ class FakeCodec:
         return array("Q", [digest(request.prompt[:end], root) for end in ends])
 
     def with_ticket(
-        self, request: FakeRequest, ticket: Ticket, *, ttft_left_s: float | None, resumed: bool = False
+        self,
+        request: FakeRequest,
+        ticket: Ticket,
+        *,
+        ttft_left_s: float | None,
+        e2e_left_s: float | None,
+        resumed: bool = False,
     ) -> FakeRequest:
         unread = {replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes}
-        return msgspec.structs.replace(request, told=(ttft_left_s, resumed), unread=unread)
+        return msgspec.structs.replace(request, told=(ttft_left_s, resumed), ends_in_s=e2e_left_s, unread=unread)
 
     def with_trace(self, request: FakeRequest, headers: TraceHeaders) -> FakeRequest:
         return msgspec.structs.replace(request, trace=dict(headers))

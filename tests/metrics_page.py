@@ -112,7 +112,13 @@ def of_engines() -> list[Row]:
         "step_times": {"decode": {"base_s": 1.0}},
         "output_tokens": {"p50": 1.0},
         "background_failures": {"task": 1},
+        "step_errors": {"p50": 0.1},
+        "drafts": {"verified": 0, "accepted": 0, "left_out": 0, "tokens_per_step": {"standard": 1.0}},
+        "promised_gaps": {
+            "chat": {"requests": 1, "missed": 0, "promised_s": 1, "believed_s": 1, "in_steps_s": 1, "came_s": 1}
+        },
         "out_of_reach": "in words",
+        "off": {"phases": {"adapters": "in words"}},
     }
     return _exposed(engine_metrics.engine_exposition({"r": {**numbers, **words, **nested}}))
 

@@ -98,6 +98,7 @@ SUITES = (
             "tests/integration/test_cores.py",
             "tests/integration/test_far_redis.py",
             "tests/integration/test_bins.py",
+            "tests/integration/test_kinds_of_models.py",
             "tests/integration/test_papers.py",
             "tests/integration/test_prefill_decode.py",
         ),

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -98,8 +98,17 @@ class VirtualEngine:
         scheduler: type[Scheduler] = SluiceScheduler,
         windows: tuple[int, ...] = (),
         states: int = 0,
+        drafts: int = 0,
+        accepted: int = 0,
         **engine_args: Any,
     ) -> None:
+        """Args:
+        drafts: tokens that are drafted for each request that decodes, and of these how many prove right. They cost as
+            much as the request's own.
+        """
+        if drafts:
+            speculates = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
+            engine_args["speculative_config"] = speculates
         args = EngineArgs(
             model=str(MODEL),
             max_model_len=2048,
@@ -123,6 +132,7 @@ class VirtualEngine:
         ]
         groups = [KVCacheGroupSpec([f"layer{at}"], spec) for at, spec in enumerate(specs)]
         self.blocks, self.depth, self.times = blocks, depth, times
+        self.drafts, self.accepted, self.drafted = drafts, accepted, 0
         self.scheduler: Any = scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
@@ -265,21 +275,26 @@ class VirtualEngine:
             else:
                 decodes += 1
                 context += request.num_computed_tokens - tokens
-            sampled[request_id] = [] if request.is_prefill_chunk else [self._token(request)]
+            drafted = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
+            self.drafted += drafted
+            sampled[request_id] = [] if request.is_prefill_chunk else self._tokens(request, drafted)
         self.log.append(StepLog(prefill, prefill_read, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
         self.preempted += len(output.preempted_req_ids or ())
         took_s = self.times.step_s(
             prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context, prefill_kv_tokens=prefill_read
         )
+        took_s += self.times.mixed.decode_s * sum(map(len, output.scheduled_spec_decode_tokens.values()))
         took_s = took_s or EMPTY_STEP_S * (not self._queue)
         self._device_free_s = max(self._device_free_s, self.clock.now()) + took_s
         self._queue.append((output, sampled, self._device_free_s))
         return bool(output.total_num_scheduled_tokens)
 
-    def _token(self, request: Request) -> int:
-        """The token that a step samples which has just been scheduled; past the end, anything."""
-        number = request.num_computed_tokens - request.num_prompt_tokens
-        return STOP_TOKEN if number == self.answers[request.request_id].output_tokens - 1 else FIRST_TOKEN + number
+    def _tokens(self, request: Request, drafted: int) -> list[int]:
+        """Those that a step samples which has just been scheduled; past the end, anything."""
+        first = request.num_computed_tokens - request.num_prompt_tokens - drafted
+        last = self.answers[request.request_id].output_tokens - 1
+        numbers = range(first, first + 1 + min(drafted, self.accepted))
+        return [STOP_TOKEN if number == last else FIRST_TOKEN + number for number in numbers]
 
     def _runnable(self) -> bool:
         """Whether stock vLLM would surely schedule something: a decode not at its end, or a prompt that fits."""
@@ -310,6 +325,9 @@ class VirtualEngine:
                 answer.tokens += one.new_token_ids
                 answer.times_s += [self.clock.now()] * len(one.new_token_ids)
                 answer.ended |= one.finish_reason is not None
+        if self.drafts:
+            going_on = [request.request_id for request in self.scheduler.running]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(going_on, [[1] * self.drafts for _ in going_on]))
 
 
 def run_closed(engine: VirtualEngine, requests: list[tuple[int, int]], clients: int, **params: Any) -> VirtualEngine:

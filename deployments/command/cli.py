@@ -170,7 +170,8 @@ def run_serve(options: argparse.Namespace) -> None:
         stages.say(f"logs: {run_dir}/ray/session_latest/logs")
         if any(each.vllm_args for each in given.each_model()):
             stages.begin("checking the arguments for vLLM")
-            check_args(given.each_model())
+            for line in check_args(given.each_model()):
+                stages.say(line)
         config = sharing_memory(given)
         with one_machine.running(config, run_dir, options.host, options.port, stages) as address:
             stages.end()

@@ -69,8 +69,10 @@ def run_check(options: argparse.Namespace) -> None:
     """Raises ConfigError for the first application that is wrong."""
     for config in _applications(options.file):
         models = config.each_model()
-        check_args(models)
+        off = check_args(models)
         print(f"{options.file}: the settings of {', '.join(each.public_name for each in models)} can be served")
+        for line in off:
+            print(f"  {line}")
 
 
 def _applications(path: Path) -> Iterator[AppConfig]:

@@ -36,7 +36,10 @@ def tables(looked: Looked) -> "Group":
     shown: list[Any] = [
         _head(looked),
         _table("Classes", CLASSES, class_rows(looked), "no classes"),
+        _table("Promises", PROMISES, promise_rows(looked), "none yet"),
+        *_predictor(looked),
         _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
+        *_switched_off(status),
         _table("Recent requests", RECENT, recent_rows(status), "none yet"),
     ]
     if "open_batches" in status:
@@ -46,8 +49,20 @@ def tables(looked: Looked) -> "Group":
     return Group(*shown)
 
 
-CLASSES = ("class", "first token within", "a token within", "waiting", "requests", "in time", "called late", "refused")
-REPLICAS = ("replica", "model", "slots", "KV cache", "phase", "unread tokens", "slowness", "prefix hits", "now")
+CLASSES = (
+    *("class", "first token within", "a token within", "whole answer within"),
+    *("waiting", "requests", "in time", "called late", "refused"),
+)
+PROMISES = (
+    *("class", "first token missed", "time per token missed", "whole answer missed"),
+    *("a token: promised", "planned", "in steps", "at the engine", "at the client"),
+)
+PREDICTOR = ("class", "model", "used", "nats better than the histogram", "right bin", "histogram's right bin")
+REPLICAS = (
+    *("replica", "model", "slots", "KV cache", "phase", "unread tokens", "slowness", "step margin", "prefix hits"),
+    "now",
+)
+OFF = ("off", "with", "replicas")
 RECENT = (
     *("ended", "request", "class", "prompt", "predicted", "answer"),
     *("waited", "first token", "replica", "", "outcome"),
@@ -94,9 +109,9 @@ def class_rows(looked: Looked) -> Iterator[Row]:
     for name, promised in sorted(looked.status["classes"].items()):
         waiting = sum(count for lane, count in looked.status["waiting"].items() if lane.rpartition(":")[0] == name)
         ended = _total(looked, "sluice_slo_requests_total", name)
-        met = _total(looked, "sluice_slo_requests_total", name, ttft="met", tpot="met")
+        met = _total(looked, "sluice_slo_requests_total", name, ttft="met", tpot="met", e2e="met")
         late, refused = (_total(looked, f"sluice_{what}_requests_total", name) for what in ("late", "refused"))
-        targets = (seconds(promised[key]) if promised[key] else "none" for key in ("ttft_s", "tpot_s"))
+        targets = (seconds(promised[key]) if promised[key] else "none" for key in ("ttft_s", "tpot_s", "e2e_s"))
         counts = (number(waiting), number(ended), percent(met / ended if ended else None), number(late))
         yield (name, *targets, *counts, number(refused))
 
@@ -104,6 +119,27 @@ def class_rows(looked: Looked) -> Iterator[Row]:
 def _total(looked: Looked, metric: str, slo_class: str, **labels: str) -> float:
     wanted = {"slo_class": slo_class, **labels}.items()
     return sum(value for name, found, value in looked.metrics if name == metric and wanted <= found.items())
+
+
+def _predictor(looked: Looked) -> list[Any]:
+    """Its table, where there is one."""
+    rows = list(predictor_rows(looked))
+    return [_table("Predicted lengths", PREDICTOR, rows, "")] if rows else []
+
+
+def predictor_rows(looked: Looked) -> Iterator[Row]:
+    """By model and class: whether the learned predictor is believed, and what it does better than the histogram."""
+    told = {
+        (name, labels.get("model", ""), labels.get("slo_class", "")): value for name, labels, value in looked.metrics
+    }
+    for name, model, slo_class in sorted(key for key in told if key[0] == "sluice_predictor_believed"):
+        found = (told.get((f"sluice_predictor_{key}", model, slo_class)) for key in _PREDICTED)
+        better, *right = (None if each is None or math.isnan(each) else each for each in found)
+        used = "yes" if told[name, model, slo_class] else "no, it has not proved better"
+        yield (slo_class, model, used, number(better, 2), *map(percent, right))
+
+
+_PREDICTED = ("advantage", "hit_ratio", "reference_hit_ratio")
 
 
 def replica_rows(status: Mapping[str, Any]) -> Iterator[Row]:
@@ -124,9 +160,50 @@ def _of_replica(load: Mapping[str, Any]) -> Row:
         engine.get("phase") or NONE,
         number(load["unread_tokens"]),
         f"×{number(load['slowness'], 2)}",
+        percent(engine.get("step_margin")),
         percent(hits),
         load["now"],
     )
+
+
+def _switched_off(status: Mapping[str, Any]) -> list[Any]:
+    """Its table, where anything is off."""
+    rows = list(off_rows(status))
+    return [_table("Switched off", OFF, rows, "")] if rows else []
+
+
+def off_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    """What replicas cannot do, why, and which replicas."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in _models(status):
+        for pool in (each, each.get("prefill") or {"replicas": {}}):
+            for replica_id, load in pool["replicas"].items():
+                for feature, why in load["engine"].get("off", {}).items():
+                    found.setdefault((feature.replace("_", " "), ", ".join(why.values())), []).append(replica_id)
+    for (feature, why), replicas in found.items():
+        yield (feature, why, ", ".join(replicas))
+
+
+def promise_rows(looked: Looked) -> Iterator[Row]:
+    """By class, of all requests so far: which target was missed, and the mean of the mean times per token of whole
+    answers that were promised one."""
+    for name in sorted(looked.status["classes"]):
+        if not (ended := _total(looked, "sluice_slo_requests_total", name)):
+            continue
+        missed = (_total(looked, "sluice_slo_requests_total", name, **{target: "missed"}) for target in _TARGETS)
+        whole = _total(looked, "sluice_engine_promised_requests_total", name)
+        sums = [_total(looked, "sluice_engine_promise_gap_seconds_total", name, of=of) for of in _GAPS]
+        client = (_total(looked, f"sluice_promise_gap_seconds_{what}", name) for what in ("sum", "count"))
+        means = [_mean(total_s, whole) for total_s in sums] + [_mean(*client)]
+        yield (name, *(percent(each / ended) for each in missed), *map(seconds, means))
+
+
+_TARGETS = ("ttft", "tpot", "e2e")
+_GAPS = ("promised", "believed", "in_steps", "came")
+
+
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:

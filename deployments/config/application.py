@@ -246,7 +246,7 @@ class AppConfig(ModelSection):
         """Ray's resources, by name, that all replicas of all models take at the start."""
         groups = [
             (least_replicas(self.router), {"CPU": self.router.num_cpus}),
-            (self.predictor.own_replicas, {"CPU": self.predictor.num_cpus, "GPU": self.predictor.num_gpus}),
+            self.predictor.group(self.promises().values()),
             (int(self.batches.folder is not None), {"CPU": self.batches.num_cpus}),
         ]
         own = sum(section.own_replicas for section in self.classes.values())
@@ -330,7 +330,7 @@ class AppConfig(ModelSection):
         if self.mode != "full" or self.gang is not None or self.engine.credit_s == math.inf:
             return None
         classes = [section for section in self.classes.values() if not section.fills_idle]
-        targets_s = [section.ttft_s for section in classes if section.ttft_s is not None]
+        targets_s = [min(section.ttft_s or math.inf, section.e2e_s or math.inf) for section in classes]
         return self.engine.credit_s or longest_promise_s(targets_s)
 
     def credit_lookahead(self, slots: int, credit_s: float | None) -> int:

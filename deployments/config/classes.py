@@ -20,11 +20,15 @@ class ClassSection(Section):
     tpot_s: LiveKey[Seconds | None] = None
     """Target for the time per token after the first, on average over an answer; the engine keeps to the strictest among
     what it runs. None has no target."""
+    e2e_s: LiveKey[Seconds | None] = None
+    """Target for the last token, from the arrival of the HTTP request: the whole answer by then, with engines of every
+    kind. None has no target."""
     max_waiting: LiveKey[int] = Field(default=4096, ge=1)
     """Requests of this class that may wait; more get 429 with Retry-After."""
     when_late: LiveKey[Literal["serve", "refuse"]] = "serve"
-    """What becomes of a request whose first token is predicted to come too late when it arrives: `serve` lets it wait
-    behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with Retry-After."""
+    """What becomes of a request whose first token, or last one with `e2e_s`, is predicted to come too late when it
+    arrives: `serve` lets it wait behind those that can be in time, up to router.max_wait_s; `refuse` gives it 429 with
+    Retry-After."""
     max_key_share: LiveKey[float] = Field(default=0.5, gt=0, le=1)
     """How much of `max_waiting` one API key may have; more of its requests get 429 with Retry-After, and the rest stays
     for others. 1 sets no bound, and requests without a key have none."""
@@ -45,7 +49,7 @@ class ClassSection(Section):
         return self
 
     def promise(self) -> Promise:
-        return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s)
+        return Promise(ttft_s=self.ttft_s, tpot_s=self.tpot_s, e2e_s=self.e2e_s)
 
     def limits(self) -> ClassLimits:
         refuses_late = self.when_late == "refuse"

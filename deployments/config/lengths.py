@@ -1,5 +1,7 @@
 """How long answers will be, and what they cost: `bins`, `work` and `predictor`."""
 
+from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +13,9 @@ from deployments.config.section import Seconds, Section
 from policies.gang.buckets import AdaptiveBucketsConfig, PromptBuckets
 from policies.papers.bucket_serve import BucketServeConfig
 from policies.router.multi_bin import EdgeRule, MultiBinConfig
+from policies.router.promise import Promise
 from policies.types import StepCoefficients, StepTimes
+from predictor.asking import LEAST_S, MOST_S
 from predictor.batching import BatchingConfig
 
 
@@ -107,11 +111,16 @@ class WorkSection(Section):
         return USUAL_STEP_TIMES
 
 
+_PREDICTOR_PACKAGES = ("torch", "transformers")  # of the extra `predictor`
+
+
 class PredictorSection(Section):
     """What foresees the length of an answer."""
 
-    kind: Literal["histogram", "bert"] = "histogram"
-    """`histogram` knows classes only; `bert` reads prompts, and leaves the word to it when late or worse."""
+    kind: Literal["auto", "histogram", "bert"] = "auto"
+    """`histogram` knows classes only; `bert` reads prompts, and leaves the word to it when late or worse. `auto` is
+    `bert` where a class has `e2e_s` when the application starts and the extra `predictor` is installed, for there
+    predictions keep promises: it only listens until it has proved better than the histogram. Else it is `histogram`."""
     place: Literal["replicas", "router"] = "replicas"
     """In replicas of its own, or inside each router process."""
     checkpoint: Path | None = None
@@ -124,13 +133,24 @@ class PredictorSection(Section):
     """Cores that Ray reserves for each predictor replica."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto` is bfloat16 on GPUs and on processors with instructions for it, where it is several times faster."""
-    deadline_s: Seconds = 0.015
-    """The longest that a request waits for its prediction."""
+    deadline_s: Seconds | None = None
+    """The longest that a request waits for its prediction. Null is 15 ms; for one that is promised `e2e_s`, 3 % of that
+    and 5 % of its `ttft_s`, from 15 ms to 0.5 s."""
 
-    @property
-    def own_replicas(self) -> int:
+    def reads_prompts(self, promises: Iterable[Promise]) -> bool:
+        """Whether there is a learned predictor where classes are promised this."""
+        if self.kind == "auto":
+            return any(promise.e2e_s is not None for promise in promises) and all(map(find_spec, _PREDICTOR_PACKAGES))
+        return self.kind == "bert"
+
+    def own_replicas(self, promises: Iterable[Promise]) -> int:
         """Replicas that it has to itself; 0 inside the routers."""
-        return self.replicas if self.kind == "bert" and self.place == "replicas" else 0
+        return self.replicas if self.place == "replicas" and self.reads_prompts(promises) else 0
+
+    def group(self, promises: Iterable[Promise]) -> tuple[int, dict[str, float]]:
+        """Its replicas, and Ray's resources of each."""
+        return self.own_replicas(promises), {"CPU": self.num_cpus, "GPU": self.num_gpus}
 
     def batching(self) -> BatchingConfig:
-        return BatchingConfig(max_age_s=self.deadline_s)
+        """For the most hurried callers a batch is short; for the most patient a prompt waits."""
+        return BatchingConfig(max_batch_s=0.5 * (self.deadline_s or LEAST_S), max_age_s=self.deadline_s or MOST_S)

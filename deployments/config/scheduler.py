@@ -26,7 +26,8 @@ SchedulerMode = Literal["stock", "mixed", "exclusive", "auto"]
 
 # What the driver itself obeys, and what tells requests apart: it goes with any policy.
 _OF_ANY_POLICY = {
-    "mode", "policy", "policy_args", "max_batch_size", "classes", "ttft_s", "tpot_s", "late_patience_s", "profile",
+    "mode", "policy", "policy_args", "max_batch_size", "classes", "ttft_s", "tpot_s", "e2e_s", "late_patience_s",
+    "profile",
 }  # fmt: skip
 
 KEY = "sluice"
@@ -86,6 +87,8 @@ class SchedulerSettings(SchedulerSection):
     `vllm serve`."""
     tpot_s: LiveKey[Seconds | None] = None
     """Mean seconds of a token after the first, promised likewise."""
+    e2e_s: LiveKey[Seconds | None] = None
+    """Seconds until the last token, promised likewise."""
     late_patience_s: LiveKey[Seconds] = 60.0
     """See `router.late_patience_s`."""
     profile: LiveKey[Path | None] = None

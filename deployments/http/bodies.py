@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from deployments.http.errors import HttpError, bad_request
-from deployments.http.limits import RequestLimits, judged
+from deployments.http.limits import Judged, RequestLimits, judged
 from policies.errors import SluiceError
 from policies.live import Live
 
@@ -23,10 +23,11 @@ class ClientLeftError(SluiceError):
 
 
 class Body(NamedTuple):
-    """A whole body, and the value of its `service_tier`, of any type."""
+    """A whole body, and what `deployments.http.limits.judged` found in it."""
 
     content: bytes
     service_tier: Any
+    in_one_piece: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -88,18 +89,19 @@ class RequestBodies:
         try:
             content = await self._read(receive)
             size = len(content)
-            yield Body(content, await self._tier(content))
+            found = await self._judged(content)
+            yield Body(content, found.service_tier, found.in_one_piece)
         finally:
             self.buffered_bytes -= size
 
-    async def _tier(self, content: bytes) -> Any:
+    async def _judged(self, content: bytes) -> Judged:
         if len(content) < IN_A_THREAD_BYTES:
             found = judged(content, self.limits)
         else:
             found = await asyncio.to_thread(judged, content, self.limits)
         if found.why_refused is not None:
             raise bad_request(found.why_refused)
-        return found.service_tier
+        return found
 
     async def _read(self, receive: Receive) -> bytes:
         """The bytes of a whole body stay counted; those of any other are given back."""

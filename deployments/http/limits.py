@@ -98,10 +98,17 @@ class RequestLimits:
 
 
 class Judged(NamedTuple):
-    """The judgement of a body: why it is refused, in words for its client, or None; and its `service_tier`, or None."""
+    """The judgement of a body.
+
+    Attributes:
+        why_refused: in words for its client; None takes it.
+        service_tier: its value, of any type; None without one.
+        in_one_piece: its client waits for the whole answer: it asks for no stream, and for no work in the background.
+    """
 
     why_refused: str | None
     service_tier: Any = None
+    in_one_piece: bool = False
 
 
 def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
@@ -113,7 +120,9 @@ def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
     except ValueError:
         return Judged(None)
     why = _why_large(value, limits) or _why_unencodable(body, value) or _why_many(value, limits)
-    return Judged(why, value.get("service_tier") if isinstance(value, dict) else None)
+    if not isinstance(value, dict):
+        return Judged(why)
+    return Judged(why, value.get("service_tier"), not (value.get("stream") or value.get("background")))
 
 
 class _Node(NamedTuple):

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from deployments.http.bodies import ClientLeftError, RequestBodies
+from deployments.http.bodies import Body, ClientLeftError, RequestBodies
 from deployments.http.errors import HttpError, bad_request
 from deployments.http.exchange import Exchange
 from deployments.http.in_process import replayed
@@ -156,7 +156,7 @@ class SluiceMiddleware:
             await exchange.serve(self._app, scope, receive)
             return
         async with self._bodies.reading(receive) as body:
-            self._promise(headers, context, body.service_tier)
+            self._promise(headers, context, body)
             if _only_reads(path):
                 await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
             await exchange.serve(self._app, scope, replayed(body.content, receive))
@@ -195,13 +195,16 @@ class SluiceMiddleware:
                 raise bad_request(f"{EXPECTED_HEADER} must be a number of tokens")
             context.expected_tokens = int(tokens)
 
-    def _promise(self, headers: Headers, context: HttpContext, tier: object = None) -> None:
+    def _promise(self, headers: Headers, context: HttpContext, body: Body | None = None) -> None:
         """Without configured keys nothing tells one client from another, and each may ask for any targets.
 
         Raises:
             HttpError: what it asks for is malformed, or not for its key.
         """
         may_tighten = not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)
-        promised = self._promises.now.of(headers, context.tenant, tier, may_tighten=may_tighten)
+        tier, in_one_piece = (None, False) if body is None else (body.service_tier, body.in_one_piece)
+        promised = self._promises.now.of(
+            headers, context.tenant, tier, may_tighten=may_tighten, in_one_piece=in_one_piece
+        )
         context.slo_class, context.promise = promised.slo_class, promised.promise
         context.service_tier = promised.service_tier

@@ -2,28 +2,40 @@
 
     x-slo-ttft-ms: 800      milliseconds to the first token
     x-slo-tpot-ms: 60       and for each one after it, on average
+    x-slo-e2e-ms: 8000      and to the last one
 
-Those two come before the targets of the class. The class is that of the header `X-Sluice-Class`, else of the
+Those three come before the targets of the class. The class is that of the header `X-Sluice-Class`, else of the
 `service_tier` in the body, else of the key, else the application's.
+
+A client that says after which time it gives up wants the whole answer by then, unless `x-slo-e2e-ms` says something
+else. It asks for nothing: what it may not have is left out without an error.
 """
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
 
 from deployments.http.errors import HttpError, bad_request
+from deployments.http.headers import TIMEOUT_HEADER
 from policies.router.promise import Promise
 from router.admission import Tenant
 
 CLASS_HEADER = "X-Sluice-Class"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
-_HEADER_OF = {"ttft_s": TTFT_HEADER, "tpot_s": TPOT_HEADER}
+E2E_HEADER = "x-slo-e2e-ms"
+_HEADER_OF = {"ttft_s": TTFT_HEADER, "tpot_s": TPOT_HEADER, "e2e_s": E2E_HEADER}
 _MILLISECONDS = re.compile(r"\d{1,8}(\.\d{1,6})?", re.ASCII)
 _MAX_MS = 86_400_000.0  # a day: a target beyond it is none
+# Seconds after which clients give up: OpenAI's and Anthropic's SDKs say so by the first two, which are times without a
+# byte, and so those of whole answers only in one piece.
+_TIMEOUT_HEADERS = ("x-stainless-timeout", "x-stainless-read-timeout", "x-request-timeout")
+_TIMEOUT = re.compile(r"\d{1,8}(\.\d{1,9})?", re.ASCII)
+_SDK_TIMEOUT_S = 600.0  # the default of both: whoever sends it has asked for nothing
 _SHOWN_CHARS = 64  # of a refused value, in the message
 
 
@@ -44,10 +56,19 @@ class Promises:
     ) -> None:
         self._classes, self._default_class, self._class_of_tier = classes, default_class, class_of_tier or {}
 
-    def of(self, headers: Headers, tenant: Tenant | None, tier: object = None, *, may_tighten: bool) -> Promised:
+    def of(
+        self,
+        headers: Headers,
+        tenant: Tenant | None,
+        tier: object = None,
+        *,
+        may_tighten: bool,
+        in_one_piece: bool = False,
+    ) -> Promised:
         """Args:
         tier: as it stands in the body, of any type.
         may_tighten: whether targets may be closer than those of the class.
+        in_one_piece: the client waits for the whole answer, and no stream.
 
         Raises:
             HttpError: a header or the tier is malformed (400), or not for this key (403).
@@ -63,9 +84,12 @@ class Promises:
         promise = Promise(
             ttft_s=own.ttft_s if asked.ttft_s is None else asked.ttft_s,
             tpot_s=own.tpot_s if asked.tpot_s is None else asked.tpot_s,
+            e2e_s=own.e2e_s if asked.e2e_s is None else asked.e2e_s,
         )
         if not may_tighten and (closer := promise.tighter_than(own)):
             raise HttpError(HTTPStatus.FORBIDDEN, _why_too_close(closer[0], slo_class, own))
+        if may_tighten and asked.e2e_s is None:
+            promise = _before_it_gives_up(promise, headers, in_one_piece=in_one_piece)
         return Promised(slo_class, promise, None if tier is None else self._served_tier(str(tier), slo_class))
 
     def _class_of(self, headers: Headers, tenant: Tenant | None, tier: object) -> tuple[str, str]:
@@ -87,7 +111,18 @@ class Promises:
 
 def asked_for(headers: Headers) -> Promise:
     """The targets that the headers name. Raises HttpError: one is malformed."""
-    return Promise(ttft_s=_seconds(headers, TTFT_HEADER), tpot_s=_seconds(headers, TPOT_HEADER))
+    return Promise(**{target: _seconds(headers, name) for target, name in _HEADER_OF.items()})
+
+
+def _before_it_gives_up(promise: Promise, headers: Headers, *, in_one_piece: bool) -> Promise:
+    """With the whole answer before its client's timeout, where that is closer."""
+    names = (TIMEOUT_HEADER, *(_TIMEOUT_HEADERS if in_one_piece else ()))
+    given = (headers.get(name, "") for name in names)
+    timeouts_s = (float(text) for text in given if _TIMEOUT.fullmatch(text))
+    least_s = min((each for each in timeouts_s if 0.0 < each < _SDK_TIMEOUT_S), default=math.inf)
+    if least_s >= (math.inf if promise.e2e_s is None else promise.e2e_s):
+        return promise
+    return replace(promise, e2e_s=least_s)
 
 
 def _seconds(headers: Headers, name: str) -> float | None:

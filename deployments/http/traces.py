@@ -127,6 +127,7 @@ class HttpTrace:
             "sluice.resumed": sum(stay.because is not None for stay in trail.stays),
             "sluice.promised_ttft_s": timing.promise.ttft_s,
             "sluice.promised_tpot_s": timing.promise.tpot_s,
+            "sluice.promised_e2e_s": timing.promise.e2e_s,
             "sluice.predicted_output_tokens": None if ticket is None else ticket.predicted_output_tokens,
             **_waited(timing, trail),
         }

@@ -41,6 +41,9 @@ def cpu_env(*, eager: bool = False) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         _BINDING_ENV: "nobind",
         "OMP_NUM_THREADS": "1",
+        # numba, by which vLLM drafts n-grams, shares the pool of OpenMP threads: with two of its own every operation of
+        # torch waits at a barrier for the other one, and steps take up to ten times as long.
+        "NUMBA_NUM_THREADS": "1",
         "VLLM_CPU_CI_ENV": "1",  # skips the warm-up of shapes that the first requests warm as well
     }
     spec = importlib.util.find_spec("torch")

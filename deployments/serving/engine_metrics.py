@@ -23,6 +23,8 @@ _GAUGES = {
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast, below 0 where less is.",
+    "step_margin": "Share by which steps beside promised times per token are planned longer than predicted.",
+    "late_wait_seconds": "How long the oldest late request has waited in the engine.",
     "kv_held": "Ended requests whose KV cache another replica may still fetch.",
 }
 _COUNTERS = {
@@ -32,6 +34,7 @@ _COUNTERS = {
     "finished": "Requests that ended.",
     "phase_switches": "Changes of phase.",
     "busy_seconds": "Seconds of steps.",
+    "between_seconds": "Of those, seconds between the result of a step and the begin of the next one.",
     "planning_seconds": "Seconds that planning added to steps.",
     "batches": "Gang batches.",
     "decode_steps": "Decode steps of gang batches.",
@@ -93,12 +96,25 @@ class _Collected:
         failures = CounterMetricFamily(
             "sluice_relay_background_failures", "Background tasks of its relay that failed.", labels=("replica", "task")
         )
+        errors = GaugeMetricFamily(
+            "sluice_engine_step_error",
+            "Share by which steps took longer than predicted lately; of these the margin is made.",
+            labels=("replica", "percentile"),
+        )
         target = GaugeMetricFamily(
             "sluice_engine_target_out_of_reach",
             "1 where not even the smallest batch keeps the bound of a paper's rule; the status says which.",
             labels=("replica",),
         )
+        off = GaugeMetricFamily(
+            "sluice_engine_feature_off",
+            "1 for what an engine cannot do, and for each thing that switches it off: docs/reference/features.md.",
+            labels=("replica", "feature", "why"),
+        )
         for replica_id, status in self._statuses.items():
+            for feature, why in status.get("off", {}).items():
+                for cause in why:
+                    off.add_metric((replica_id, feature, cause), 1.0)
             if "out_of_reach" in status:
                 target.add_metric((replica_id,), float(status["out_of_reach"] is not None))
             for kind, count in status.get("steps", {}).items():
@@ -108,6 +124,51 @@ class _Collected:
                     fit.add_metric((replica_id, kind, coefficient), seconds)
             for percentile, tokens in status.get("output_tokens", {}).items():
                 lengths.add_metric((replica_id, percentile), tokens)
+            for percentile, share in status.get("step_errors", {}).items():
+                errors.add_metric((replica_id, percentile), share)
             for task, count in status.get("background_failures", {}).items():
                 failures.add_metric((replica_id, task), count)
-        return [steps, fit, lengths, failures, target]
+        return [steps, fit, lengths, errors, failures, target, off, *self._gaps(), *self._drafts()]
+
+    def _drafts(self) -> list[Metric]:
+        """Of engines that draft tokens."""
+        tokens = CounterMetricFamily(
+            "sluice_engine_draft_tokens",
+            "Drafted tokens: verified and accepted or rejected, or left_out, as not worth a step's time.",
+            labels=("replica", "outcome"),
+        )
+        brought = GaugeMetricFamily(
+            "sluice_engine_decode_tokens",
+            "Tokens that a decode brings a request with its drafts, lately.",
+            labels=("replica", "slo_class"),
+        )
+        for replica_id, status in self._statuses.items():
+            if (drafts := status.get("drafts")) is not None:
+                tokens.add_metric((replica_id, "accepted"), drafts["accepted"])
+                tokens.add_metric((replica_id, "rejected"), drafts["verified"] - drafts["accepted"])
+                tokens.add_metric((replica_id, "left_out"), drafts["left_out"])
+                for slo_class, mean in drafts["tokens_per_step"].items():
+                    brought.add_metric((replica_id, slo_class), mean)
+        return [tokens, brought]
+
+    def _gaps(self) -> list[Metric]:
+        """Of requests that were promised a time per token."""
+        requests = CounterMetricFamily(
+            "sluice_engine_promised_requests",
+            "Whole answers of several tokens that were promised a mean time per token, kept or not at the engine.",
+            labels=("replica", "slo_class", "tpot"),
+        )
+        means = CounterMetricFamily(
+            "sluice_engine_promise_gap_seconds",
+            "Sum of their mean times per token: promised, believed when steps were planned, in_steps (from the begin "
+            "of steps to their results), and as tokens came.",
+            labels=("replica", "slo_class", "of"),
+        )
+        for replica_id, status in self._statuses.items():
+            for slo_class, found in status.get("promised_gaps", {}).items():
+                met = found["requests"] - found["missed"]
+                requests.add_metric((replica_id, slo_class, "met"), met)
+                requests.add_metric((replica_id, slo_class, "missed"), found["missed"])
+                for of in ("promised", "believed", "in_steps", "came"):
+                    means.add_metric((replica_id, slo_class, of), found[f"{of}_s"])
+        return [requests, means]

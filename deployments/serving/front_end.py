@@ -16,6 +16,7 @@ from deployments.serving.live_settings import Announcer, InForce
 from policies.batches.in_flight import Load
 from policies.errors import SluiceError, StateStoreError
 from policies.live import Live
+from policies.router.promise import TARGETS
 from router.admission import Tenant
 from router.classifier import Classifier
 from router.exposition import shared_exposition
@@ -174,7 +175,7 @@ def request_limits(config: AppConfig, max_model_len: int, *, takes_media: bool) 
 
 
 def _promised(section: ClassSection) -> dict[str, float | None]:
-    return {"ttft_s": section.ttft_s, "tpot_s": section.tpot_s}
+    return {name: getattr(section, name) for name in TARGETS}
 
 
 def _as_json(edges: Sequence[float]) -> list[float | None]:

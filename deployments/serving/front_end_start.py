@@ -19,6 +19,7 @@ from deployments.config.application import AppConfig
 from deployments.config.engine import PrefillSection, Role
 from deployments.config.lengths import SHARED_BATCH, WINDOW_REQUESTS
 from deployments.config.scaling import least_replicas
+from deployments.engines.features import Feature, why_off
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.limits import RequestLimits
 from deployments.http.middleware import log_causes
@@ -86,7 +87,8 @@ async def opened_front_end(
         StateStoreError: the shared state cannot be reached.
     """
     with heavy_imports():
-        from deployments.engines.vllm.args import has_logits_processors, parse_vllm_args
+        from deployments.engines.vllm.args import parse_vllm_args
+        from deployments.engines.vllm.causes import causes_of_args
         from deployments.engines.vllm.codec import VllmCodec
         from deployments.engines.vllm.front_end import as_front_end_of_any_model
         from deployments.engines.vllm.version import ENGINE_VERSION
@@ -108,8 +110,8 @@ async def opened_front_end(
         metrics=metrics,
         store=store,
         prefill_store=prefill_store,
-        codec=VllmCodec(resumes=not has_logits_processors(args)),
-        learned=await asyncio.to_thread(learned_predictor, config.predictor, predictor),
+        codec=VllmCodec(resumes=not why_off(Feature.RESUMED_ANSWERS, causes_of_args(args))),
+        learned=await asyncio.to_thread(learned_predictor, config.predictor, predictor, config.promises().values()),
         max_model_len=args.max_model_len,
         max_batch_tokens=min(info.max_batch_tokens for info in infos),
     )

@@ -5,7 +5,7 @@ A replica batches by itself (`predictor.batching`): Serve's own batching counts 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ray import serve
 from ray.exceptions import RayError
@@ -18,10 +18,12 @@ from deployments.process.log_settings import LogSettings
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
 from policies.errors import AdmissionError, PredictorError
-from predictor.asking import Asking, AskingConfig, Scorer
+from policies.lengths.drift import DriftConfig
+from policies.router.promise import Promise
+from predictor.asking import MOST_S, Asking, AskingConfig, Scorer
 from predictor.batching import Batcher
 from predictor.calibration import DAY_0, Curve
-from predictor.learned import LearnedPredictor
+from predictor.learned import LearnedConfig, LearnedPredictor
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def local_batcher(section: PredictorSection) -> Batcher:
     from predictor.checkpoint import Ranker  # only here: a router without it need not load torch
 
     ranker = Ranker.load(section.checkpoint or DAY_0, "cuda" if section.num_gpus else "cpu", section.dtype)
-    _warm_up(ranker.scores, section.deadline_s)
+    _warm_up(ranker.scores, section.deadline_s or MOST_S)
     return Batcher(ranker.tokenizer.encode, lambda prompts: ranker.outputs(prompts)[:, 0], section.batching())
 
 
@@ -98,14 +100,22 @@ class RemoteScorer:
             raise PredictorError(f"no answer from the predictor's replicas: {error!r}") from error
 
 
-def learned_predictor(section: PredictorSection, replicas: DeploymentHandle | None) -> LearnedPredictor | None:
-    """What the router's classifier takes; None for kind `histogram`.
+def learned_predictor(
+    section: PredictorSection, replicas: DeploymentHandle | None, promises: Iterable[Promise] = ()
+) -> LearnedPredictor | None:
+    """What the router's classifier takes; None where the histogram has the word. With kind `auto` it has to prove
+    better first.
+
+    Args:
+        promises: of the classes.
 
     Raises:
         ConfigError: there is no such checkpoint.
     """
-    if section.kind == "histogram":
+    left_out = section.kind == "auto" and section.place == "replicas"  # where the application started
+    if replicas is None and (left_out or not section.reads_prompts(promises)):
         return None
     scorer: Scorer = local_batcher(section) if replicas is None else RemoteScorer(replicas)
     asking = Asking(scorer, AskingConfig(deadline_s=section.deadline_s))
-    return LearnedPredictor(asking, Curve.read(section.checkpoint or DAY_0))
+    trust = LearnedConfig(drift=DriftConfig(starts_on=section.kind == "bert"))
+    return LearnedPredictor(asking, Curve.read(section.checkpoint or DAY_0), trust)

@@ -38,7 +38,9 @@ def _metric_names() -> set[str]:
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")
     cache = ("kv_cache_usage_ratio", "prefix_cache_query_tokens", "prefix_cache_hit_tokens")
-    numbers = dict.fromkeys((*moved, *cache, "preemptions"), 1)
+    numbers: dict[str, Any] = dict.fromkeys((*moved, *cache, "preemptions"), 1)
+    means = {"requests": 1, "missed": 0, "promised_s": 0.1, "believed_s": 0.1, "in_steps_s": 0.1, "came_s": 0.1}
+    numbers |= {"step_margin": 0.1, "promised_gaps": {"standard": means}}
     status = {**numbers, "background_failures": {"heartbeat": 1}, "limited_by": "memory", "out_of_reach": None}
     of_batches = BatchMetrics().exposition().decode()
     text = metrics.exposition().decode() + shared + engine_exposition({"r": status}).decode() + of_batches

@@ -142,6 +142,10 @@ REFUSED: dict[str, tuple[Values, str]] = {
         {"app": {"predictor": {"kind": "bert", "replicas": 2}}},
         "app.router and app.predictor, which run on the same pods, ask for 4 CPUs",
     ),
+    "predictors of whole answers without CPUs": (
+        {"app": {"classes": {"agents": {"e2e_s": 8.0}}, "default_class": "agents", "predictor": {"replicas": 2}}},
+        "app.router and app.predictor, which run on the same pods, ask for 4 CPUs",
+    ),
     "routers that may land anywhere": ({"app": {"router": {"num_cpus": 0}}}, "app.router.num_cpus is 0"),
     "a predictor that may land anywhere": (
         {"app": {"predictor": {"kind": "bert", "num_cpus": 0}}},

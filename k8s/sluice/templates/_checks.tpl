@@ -220,7 +220,11 @@
 {{- end -}}
 {{- $who := "app.router asks for" -}}
 {{- $predictor := .Values.app.predictor | default dict -}}
-{{- $learned := eq ($predictor.kind | default "histogram") "bert" -}}
+{{- $kind := $predictor.kind | default "auto" -}}
+{{- $learned := eq $kind "bert" -}}
+{{- range .Values.app.classes | default dict -}}
+{{- if and (eq $kind "auto") (dig "e2e_s" 0.0 (. | default dict)) -}}{{- $learned = true -}}{{- end -}}
+{{- end -}}
 {{- $predictorGpus := mulf (dig "num_gpus" 0.0 $predictor) (dig "replicas" 1 $predictor) -}}
 {{- /* Pods of routers have no GPUs, and those of engines no CPUs: only with redis.mode none has a pod both. */ -}}
 {{- $left := ternary (mul (sub $room $needed) (int .Values.gpusPerEngine)) 0 (eq .Values.redis.mode "none") -}}

@@ -20,7 +20,14 @@ def test_a_check_that_dies_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.timeout(300)
 def test_each_model_s_arguments_are_read_by_vllm_and_the_option_that_was_meant_is_named() -> None:
     right = AppConfig(model="m", vllm_args=("--max-model-len", "8192"))
-    check_args([right])
+    assert check_args([right]) == []
+    adapters = AppConfig(model="n", vllm_args=("--enable-lora",), engine={"scheduler": {"mode": "stock"}})
+    assert check_args([right, adapters]) == [
+        "n: cut prompts off, with vLLM's own scheduler (engine.scheduler.mode: stock): prompts are read as vLLM cuts "
+        "them, and times per token may not hold meanwhile",
+        "n: phases off, with vLLM's own scheduler (engine.scheduler.mode: stock): steps read prompts and decode "
+        "together",
+    ]
     wrong = AppConfig(model="n", vllm_args=("--max-modle-len", "8192"))
     with pytest.raises(ConfigError) as caught:
         check_args([right, wrong])

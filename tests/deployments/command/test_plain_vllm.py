@@ -28,7 +28,8 @@ def started(folder: Path, *arguments: str) -> dict[str, Any]:
     for package in (command, *command.parents[:2]):  # the real one would go before a folder without
         (package / "__init__.py").touch()
     (command / "main.py").write_text(COMMAND)
-    own = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_") and name != "LD_PRELOAD"}
+    set_by_tests = cpu_env().keys()
+    own = {name: value for name, value in os.environ.items() if name not in set_by_tests and name[:5] != "VLLM_"}
     path = f"{folder}:{REPOSITORY}"
     env = {**own, "PYTHONPATH": path, "TMPDIR": str(folder), "OMP_NUM_THREADS": "7", "CUDA_HOME": str(folder)}
     launcher = [sys.executable, "-m", "deployments.plain_vllm", *arguments]

@@ -4,6 +4,7 @@ What it shows of an application that runs is tested with a real one (tests/integ
 """
 
 import json
+import math
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,19 @@ import pytest
 
 from deployments.command import cli, status_tables
 from deployments.command import status as module
-from deployments.command.status_tables import Looked, batch_rows, class_rows, number, percent, plain, seconds, short
+from deployments.command.status_tables import (
+    Looked,
+    batch_rows,
+    class_rows,
+    number,
+    off_rows,
+    percent,
+    plain,
+    predictor_rows,
+    promise_rows,
+    seconds,
+    short,
+)
 from tests.http_server import Asked, answering
 
 UNKNOWN = {"error": {"message": "this address needs an API key", "type": "Unauthorized", "param": None, "code": 401}}
@@ -101,22 +114,71 @@ def test_a_time_between_two_looks_is_a_number_of_seconds(wrong: str, capsys: pyt
 
 
 def test_a_class_has_its_share_in_time_and_its_lanes_together() -> None:
+    nothing = {"ttft_s": None, "tpot_s": None, "e2e_s": None}
     status: dict[str, Any] = {
-        "classes": {"a:b": {"ttft_s": 0.5, "tpot_s": None}, "idle": {"ttft_s": None, "tpot_s": None}},
+        "classes": {"a:b": {"ttft_s": 0.5, "tpot_s": None, "e2e_s": 8.0}, "idle": nothing},
         "waiting": {"a:b:0": 2, "a:b:3": 1, "idle:0": 7},
     }
     slo = "sluice_slo_requests_total"
     metrics = [
-        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "router": "1"}, 2.0),
-        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "router": "2"}, 1.0),
-        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "missed"}, 1.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "e2e": "met", "router": "1"}, 2.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "e2e": "met", "router": "2"}, 1.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "met", "e2e": "missed"}, 2.0),
+        (slo, {"slo_class": "a:b", "ttft": "met", "tpot": "missed", "e2e": "met"}, 1.0),
         ("sluice_late_requests_total", {"slo_class": "a:b", "reason": "passed"}, 5.0),
         ("sluice_refused_requests_total", {"slo_class": "idle", "reason": "quota"}, 6.0),
     ]
     rows = list(class_rows(Looked(status=status, metrics=metrics)))
     assert rows == [
-        ("a:b", "500 ms", "none", "3", "4", "75.0 %", "5", "0"),
-        ("idle", "none", "none", "7", "0", "–", "0", "6"),
+        ("a:b", "500 ms", "none", "8.00 s", "3", "6", "50.0 %", "5", "0"),
+        ("idle", "none", "none", "none", "7", "0", "–", "0", "6"),
+    ]
+
+
+def test_a_class_has_its_missed_targets_and_its_mean_times_per_token() -> None:
+    slo, gaps = "sluice_slo_requests_total", "sluice_engine_promise_gap_seconds_total"
+    metrics = [
+        (slo, {"slo_class": "chat", "ttft": "met", "tpot": "missed", "e2e": "met"}, 1.0),
+        (slo, {"slo_class": "chat", "ttft": "met", "tpot": "met", "e2e": "met"}, 3.0),
+        (slo, {"slo_class": "free", "ttft": "met", "tpot": "met", "e2e": "missed"}, 2.0),
+        ("sluice_engine_promised_requests_total", {"slo_class": "chat", "tpot": "met", "replica": "a"}, 2.0),
+        ("sluice_engine_promised_requests_total", {"slo_class": "chat", "tpot": "missed", "replica": "b"}, 2.0),
+        *((gaps, {"slo_class": "chat", "of": of, "replica": "a"}, 0.2) for of in ("promised", "came")),
+        *((gaps, {"slo_class": "chat", "of": of, "replica": "b"}, 0.1) for of in ("believed", "in_steps", "came")),
+        ("sluice_promise_gap_seconds_sum", {"slo_class": "chat"}, 0.4),
+        ("sluice_promise_gap_seconds_count", {"slo_class": "chat"}, 4.0),
+    ]
+    rows = list(promise_rows(Looked(status={"classes": {"free": {}, "idle": {}, "chat": {}}}, metrics=metrics)))
+    assert rows == [
+        ("chat", "0.0 %", "25.0 %", "0.0 %", "50 ms", "25 ms", "25 ms", "75 ms", "100 ms"),
+        ("free", "0.0 %", "0.0 %", "100.0 %", "–", "–", "–", "–", "–"),
+    ]
+
+
+def test_what_is_off_is_said_once_with_its_replicas() -> None:
+    lora = {"phases": {"adapters": "LoRA", "connector": "a KV connector"}, "exact_hits": {"media": "images"}}
+    replicas = {name: {"engine": {"off": lora}} for name in ("a", "b")} | {"c": {"engine": {"error": "gone"}}}
+    status = {
+        "model": "m",
+        "replicas": replicas,
+        "more_models": [{"model": "n", "replicas": {"d": {"engine": {"off": {}}}}}],
+    }
+    assert list(off_rows(status)) == [
+        ("phases", "LoRA, a KV connector", "a, b"),
+        ("exact hits", "images", "a, b"),
+    ]
+
+
+def test_a_predictor_is_used_where_it_has_proved_better() -> None:
+    def of(slo_class: str, **values: float) -> list[tuple[str, dict[str, str], float]]:
+        labels = {"model": "m", "slo_class": slo_class}
+        return [(f"sluice_predictor_{name}", labels, value) for name, value in values.items()]
+
+    metrics = of("chat", believed=1.0, advantage=0.254, hit_ratio=0.6, reference_hit_ratio=0.25)
+    metrics += of("new", believed=0.0, advantage=math.nan, hit_ratio=math.nan)
+    assert list(predictor_rows(Looked(status={}, metrics=metrics))) == [
+        ("chat", "m", "yes", "0.25", "60.0 %", "25.0 %"),
+        ("new", "m", "no, it has not proved better", "–", "–", "–"),
     ]
 
 
@@ -145,5 +207,11 @@ def test_what_a_client_has_named_cannot_steer_the_terminal() -> None:
 
 def test_heads_are_those_of_the_page() -> None:
     page = (Path(module.__file__).parents[1] / "http/page/index.html").read_text()
-    for heads in (status_tables.CLASSES, status_tables.REPLICAS, status_tables.RECENT):
+    for heads in (
+        status_tables.CLASSES,
+        status_tables.PROMISES,
+        status_tables.REPLICAS,
+        status_tables.OFF,
+        status_tables.RECENT,
+    ):
         assert json.dumps(heads, ensure_ascii=False) in page

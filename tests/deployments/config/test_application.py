@@ -13,6 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import _engine_deployment, _groups, engine_env
 from deployments.config import application as config_module
+from deployments.config import lengths
 from deployments.config.application import AppConfig
 from deployments.config.lengths import USUAL_STEP_TIMES
 from deployments.config.model import DEMO_ARGS
@@ -358,13 +359,13 @@ def test_every_setting_reaches_what_is_built() -> None:
     made = config(
         router={"max_wait_s": 8.0, "silence_s": 9.0},
         bins={"count": 2, "rule": "fixed", "edges": [0, 10, 20], "refit_every": 3},
-        classes={"standard": {"ttft_s": 4.0, "tpot_s": 0.1}, "any-time": {"ttft_s": None}},
+        classes={"standard": {"ttft_s": 4.0, "tpot_s": 0.1, "e2e_s": 9.0}, "any-time": {"ttft_s": None}},
     )
     router, bins = made.router.build(), made.bins.build()
     assert (router.max_wait_s, router.heartbeat_s, router.silence_s) == (8.0, 0.9, 9.0)
     assert (bins.bins, bins.rule, bins.refit_every) == (2, "fixed", 3)
     assert MultiBin(bins).edges == (0.0, 10.0, 20.0)
-    assert made.promises() == {"standard": Promise(ttft_s=4.0, tpot_s=0.1), "any-time": Promise()}
+    assert made.promises() == {"standard": Promise(ttft_s=4.0, tpot_s=0.1, e2e_s=9.0), "any-time": Promise()}
 
 
 @pytest.mark.usefixtures("_keep_free")
@@ -439,6 +440,18 @@ def test_gpus_are_those_of_engines_of_all_models_and_of_predictors_with_replicas
     assert config(**engines, predictor=predictor).resources["GPU"] == 7.5
     for elsewhere in ({"place": "router"}, {"kind": "histogram"}):
         assert config(**engines, predictor=predictor | elsewhere).resources["GPU"] == 6
+
+
+def test_whole_answers_by_a_time_bring_the_predictor_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cpus(**settings: Any) -> float:
+        return config(engine={"num_cpus": 0}, router={"num_cpus": 0}, **settings).resources["CPU"]
+
+    whole = {"classes": {"standard": {}, "agents": {"e2e_s": 8.0}}}
+    assert (cpus(), cpus(**whole)) == (0, 1)
+    assert cpus(**whole, predictor={"kind": "histogram"}) == cpus(**whole, predictor={"place": "router"}) == 0
+    assert cpus(predictor={"kind": "bert"}) == 1
+    monkeypatch.setattr(lengths, "find_spec", lambda name: None)
+    assert cpus(**whole) == 0
 
 
 def test_what_the_replicas_take_is_that_of_each_group_times_its_number_at_the_start() -> None:

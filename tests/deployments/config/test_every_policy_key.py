@@ -95,6 +95,10 @@ def prompt_tokens_in_a_step(section: ClassSection) -> object:
     return StepBudget(lambda: StepTimes(prefill=STEPS, decode=STEPS, mixed=STEPS)).plan(state).max_prefill_tokens
 
 
+def kept_by_a_slow_answer(section: ClassSection) -> object:
+    return section.promise().kept(0.5, None, 30.0)
+
+
 def replicas(section: ClassSection) -> object:
     return AppConfig(model="demo", classes={"chat": section}, default_class="chat").engine_replicas
 
@@ -117,6 +121,7 @@ CASES: dict[type[Section], dict[str, Case]] = {
     ClassSection: {
         "ttft_s": Case(value=0.1, decide=place_in_queue),
         "tpot_s": Case(value=0.02, decide=prompt_tokens_in_a_step),
+        "e2e_s": Case(value=10.0, decide=kept_by_a_slow_answer),
         "max_waiting": Case(value=1500, decide=refusal),
         "when_late": Case(value="refuse", decide=refusal),
         "max_key_share": Case(value=0.2, decide=refusal),

@@ -21,7 +21,7 @@ from deployments.http.keys import KeyRing, digest
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
-from policies.router.promise import Promise
+from policies.router.promise import TARGETS, Promise
 from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import asking, behind_middleware, key_ring, request_bodies
@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_S
 LIMIT = 1000
 CLASSES = ("standard", "offline", "fast")
 PROMISES = Promises(
-    {"standard": Promise(ttft_s=2.0, tpot_s=0.1), "offline": Promise(), "fast": Promise(ttft_s=0.5)},
+    {"standard": Promise(ttft_s=2.0, tpot_s=0.1), "offline": Promise(), "fast": Promise(ttft_s=0.5, e2e_s=30.0)},
     "standard",
     {"priority": "fast", "default": "standard", "flex": "offline"},
 )
@@ -113,7 +113,7 @@ async def what_it_got(request: Request) -> JSONResponse:
         {
             "bytes": len(await request.body()),
             "slo_class": context().slo_class,
-            "promise": [context().promise.ttft_s, context().promise.tpot_s],
+            "promise": [getattr(context().promise, name) for name in TARGETS],
             "service_tier": None,  # as vLLM leaves it
             "expected_tokens": context().expected_tokens,
         }
@@ -279,17 +279,18 @@ async def promised(client: httpx.AsyncClient, tier: str | None = None, **headers
 async def test_a_request_has_its_class_s_promise_and_headers_change_each_target_by_itself(
     client: httpx.AsyncClient,
 ) -> None:
-    assert await promised(client) == ("standard", [2.0, 0.1])
-    assert await promised(client, x_slo_ttft_ms="800") == ("standard", [0.8, 0.1])
-    assert await promised(client, x_slo_tpot_ms="62.5", x_sluice_class="fast") == ("fast", [0.5, 0.0625])
+    assert await promised(client) == ("standard", [2.0, 0.1, None])
+    assert await promised(client, x_slo_ttft_ms="800") == ("standard", [0.8, 0.1, None])
+    assert await promised(client, x_slo_tpot_ms="62.5", x_sluice_class="fast") == ("fast", [0.5, 0.0625, 30.0])
+    assert await promised(client, x_slo_e2e_ms="9000") == ("standard", [2.0, 0.1, 9.0])
     both = await client.get("/", headers={"x-slo-ttft-ms": "3000", "x-slo-tpot-ms": "200"})
-    assert both.json()["promise"] == [3.0, 0.2]
+    assert both.json()["promise"] == [3.0, 0.2, None]
 
 
 async def test_a_class_is_named_by_header_before_tier_before_key_before_application(locked: httpx.AsyncClient) -> None:
     key = bearer("key-all")
-    assert await promised(locked, "priority", x_sluice_class="offline", **key) == ("offline", [None, None])
-    assert await promised(locked, "priority", **key) == ("fast", [0.5, None])
+    assert await promised(locked, "priority", x_sluice_class="offline", **key) == ("offline", [None, None, None])
+    assert await promised(locked, "priority", **key) == ("fast", [0.5, None, 30.0])
     assert (await promised(locked, "flex", **bearer("key-night")))[0] == "offline"
     assert (await promised(locked, "auto", **bearer("key-night")))[0] == "offline"
     assert (await promised(locked, None, **bearer("key-night")))[0] == "offline"
@@ -329,7 +330,7 @@ async def test_every_chunk_of_a_stream_says_under_which_tier_it_is_served(client
     assert '"priority"' not in (await client.post("/stream", json={})).text
 
 
-@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"])
 @pytest.mark.parametrize("value", ["", "soon", "0", "-5", "1e3", "nan", "inf", "1_000", "86400001", "9" * 400, "1.2.3"])
 @pytest.mark.parametrize("by_class", [{}, {"X-Sluice-Class": "fast"}])
 async def test_a_malformed_target_is_refused_by_the_name_of_its_header(
@@ -349,15 +350,56 @@ async def test_a_service_tier_that_is_no_word_is_refused(client: httpx.AsyncClie
 
 async def test_a_key_may_ask_for_more_time_than_its_class_has_and_not_for_less(locked: httpx.AsyncClient) -> None:
     key = bearer("key-all")
-    assert await promised(locked, x_slo_ttft_ms="2000", x_slo_tpot_ms="150", **key) == ("standard", [2.0, 0.15])
-    assert await promised(locked, "priority", x_slo_ttft_ms="700", **key) == ("fast", [0.7, None])
+    assert await promised(locked, x_slo_ttft_ms="2000", x_slo_tpot_ms="150", **key) == ("standard", [2.0, 0.15, None])
+    assert await promised(locked, "priority", x_slo_ttft_ms="700", **key) == ("fast", [0.7, None, 30.0])
+    assert await promised(locked, "priority", x_slo_e2e_ms="31000", **key) == ("fast", [0.5, None, 31.0])
+    assert (await locked.post("/", headers={"x-slo-e2e-ms": "1000", **key})).status_code == 403
     refused = await locked.post("/", headers={"x-slo-ttft-ms": "1999", **key})
     assert refused.status_code == 403
     for part in ("x-slo-ttft-ms", "'standard' has 2000", "may_tighten"):
         assert part in refused.json()["error"]["message"]
     none_there = await locked.post("/", headers={"x-slo-tpot-ms": "50", "X-Sluice-Class": "fast", **key})
     assert "'fast' has no such target" in none_there.json()["error"]["message"]
-    assert await promised(locked, x_slo_ttft_ms="100", **bearer("key-closer")) == ("standard", [0.1, 0.1])
+    assert await promised(locked, x_slo_ttft_ms="100", **bearer("key-closer")) == ("standard", [0.1, 0.1, None])
+
+
+async def whole_answer_s(client: httpx.AsyncClient, body: dict[str, Any] | None = None, **headers: str) -> Any:
+    response = await client.post("/", json=body or {}, headers={n.replace("_", "-"): v for n, v in headers.items()})
+    assert response.status_code == 200, response.text
+    return response.json()["promise"][TARGETS.index("e2e_s")]
+
+
+@pytest.mark.parametrize("name", ["x_stainless_timeout", "x_stainless_read_timeout", "x_request_timeout"])
+async def test_a_client_that_waits_for_a_whole_answer_wants_it_before_it_gives_up(
+    client: httpx.AsyncClient, name: str
+) -> None:
+    assert await whole_answer_s(client, **{name: "20"}) == 20.0
+    assert await whole_answer_s(client, **{name: "20.5"}, x_request_timeout_seconds="60") == 20.5
+    assert await whole_answer_s(client, {"stream": True}, **{name: "20"}) is None
+    assert await whole_answer_s(client, {"background": True}, **{name: "20"}) is None
+    assert await whole_answer_s(client, **{name: "20"}, x_slo_e2e_ms="25000") == 25.0
+    fast = {"x_sluice_class": "fast"}
+    assert [await whole_answer_s(client, **fast, **{name: time_s}) for time_s in ("20", "40")] == [20.0, 30.0]
+
+
+async def test_a_request_that_ends_after_its_time_is_to_be_whole_by_then_also_as_a_stream(
+    client: httpx.AsyncClient,
+) -> None:
+    assert await whole_answer_s(client, {"stream": True}, x_request_timeout_seconds="7.5") == 7.5
+
+
+@pytest.mark.parametrize("value", ["600", "600.0", "3600", "0", "-1", "NOT_GIVEN", "None", "30s", "inf", ""])
+async def test_a_timeout_that_nobody_has_chosen_or_that_is_none_promises_nothing(
+    client: httpx.AsyncClient, value: str
+) -> None:
+    assert await whole_answer_s(client, x_stainless_timeout=value) is None
+
+
+async def test_a_key_that_may_not_tighten_gets_nothing_for_its_timeout_and_no_error(locked: httpx.AsyncClient) -> None:
+    timeout = {"x_stainless_timeout": "5"}
+    assert await whole_answer_s(locked, **timeout, **bearer("key-all")) is None
+    assert await whole_answer_s(locked, **timeout, x_sluice_class="fast", **bearer("key-all")) == 30.0
+    assert await whole_answer_s(locked, **timeout, **bearer("key-closer")) == 5.0
 
 
 # What is let in

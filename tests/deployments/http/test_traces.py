@@ -41,7 +41,7 @@ pytestmark = pytest.mark.timeout(120)
 PATH = "/v1/chat/completions"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
-PROMISES = Promises({name: Promise(ttft_s=ttft_s) for name, ttft_s in TARGETS_S.items()}, "standard")
+PROMISES = Promises({name: Promise(ttft_s=ttft_s, e2e_s=60.0) for name, ttft_s in TARGETS_S.items()}, "standard")
 KEYS = [{"name": "team", "sha256": digest("a secret")}]
 
 
@@ -88,7 +88,7 @@ class Application:
         context.trace.follow(timing, "demo")
         new = request(max_tokens)
         timing.request_id = new.request_id
-        answer = await self.front_end.ask(new, context.slo_class, context.tenant, timing)
+        answer = await self.front_end.ask(new, context.slo_class, context.tenant, timing, context.promise)
         self.answers.append(answer)
         return answer
 
@@ -168,6 +168,7 @@ async def test_a_request_is_one_trace_from_its_client_to_the_replica(
         "sluice.engine_request_id": timing.request_id,
         "sluice.resumed": 0,
         "sluice.promised_ttft_s": 1.0,
+        "sluice.promised_e2e_s": 60.0,
         "sluice.class": "standard",
         "sluice.bin": 0,
         "sluice.replica": "r0",

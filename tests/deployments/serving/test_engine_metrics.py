@@ -18,6 +18,13 @@ STATUS = {
     "kv_transfer_bytes": 4096,
     "out_of_reach": "a batch of 1 misses 0.001 s between tokens",
     "background_failures": {"heartbeat": 2},
+    "off": {"phases": {"adapters": "LoRA", "connector": "a KV connector"}},
+    "step_margin": 0.25,
+    "drafts": {"verified": 9, "accepted": 6, "left_out": 2, "tokens_per_step": {"chat": 2.5}},
+    "step_errors": {"p90": 0.5},
+    "promised_gaps": {
+        "chat": {"requests": 5, "missed": 2, "promised_s": 0.5, "believed_s": 0.3, "in_steps_s": 0.2, "came_s": 0.4}
+    },
 }
 
 
@@ -36,6 +43,18 @@ def test_every_figure_stands_under_its_replica() -> None:
     assert samples[("sluice_engine_kv_transfer_bytes_total", "a")] == 4096
     assert samples[("sluice_relay_background_failures_total", "a", "heartbeat")] == 2
     assert samples[("sluice_engine_target_out_of_reach", "a")] == 1
+    off = [key[1:] for key in samples if key[0] == "sluice_engine_feature_off"]
+    assert sorted(off) == [("a", "adapters", "phases"), ("a", "connector", "phases")]
+    assert samples[("sluice_engine_step_margin", "a")] == 0.25
+    assert samples[("sluice_engine_step_error", "a", "p90")] == 0.5
+    kept = [samples[("sluice_engine_promised_requests_total", *sorted(("a", "chat", of)))] for of in ("met", "missed")]
+    assert kept == [3, 2]
+    of = ("promised", "believed", "in_steps", "came")
+    gaps = [samples[("sluice_engine_promise_gap_seconds_total", *sorted(("a", "chat", each)))] for each in of]
+    assert gaps == [0.5, 0.3, 0.2, 0.4]
+    drafts = [samples[("sluice_engine_draft_tokens_total", *sorted(("a", of)))] for of in ("accepted", "rejected")]
+    assert (drafts, samples[("sluice_engine_draft_tokens_total", "a", "left_out")]) == ([6, 3], 2)
+    assert samples[("sluice_engine_decode_tokens", "a", "chat")] == 2.5
     assert not [key for key in samples if "b" in key[1:]]
 
 

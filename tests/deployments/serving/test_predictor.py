@@ -18,6 +18,7 @@ from deployments.serving.predictor import (
     predictor_application,
 )
 from policies.errors import AdmissionError, ConfigError, PredictorError
+from policies.router.promise import Promise
 from predictor.learned import Question
 
 pytestmark = pytest.mark.slow  # loading torch and a model takes seconds
@@ -98,7 +99,20 @@ def test_a_machine_too_slow_for_the_deadline_is_told_at_the_start(caplog: pytest
 
 
 def test_the_histogram_needs_no_learned_predictor() -> None:
+    whole = [Promise(e2e_s=8.0)]
     assert learned_predictor(PredictorSection(), None) is None
+    assert learned_predictor(PredictorSection(kind="histogram", place="router"), None, whole) is None
+    assert learned_predictor(PredictorSection(), None, whole) is None, "none was started"
+
+
+def test_beside_whole_answers_it_has_to_prove_better_first() -> None:
+    def believed(kind: str) -> bool:
+        section = SECTION.model_copy(update={"kind": kind, "place": "router"})
+        learned = learned_predictor(section, None, [Promise(e2e_s=8.0)])
+        assert learned is not None
+        return learned._learned["m", "standard"].is_on
+
+    assert (believed("auto"), believed("bert")) == (False, True)
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path: object) -> None:

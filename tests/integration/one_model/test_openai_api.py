@@ -140,6 +140,17 @@ def test_every_router_knows_what_the_engines_have_cached(sluice: Sluice, client:
     wait_until(lambda: len(known()) == 2 and min(known()) == max(known()) >= 2, 60, "both routers know the same blocks")
 
 
+def test_a_whole_answer_by_a_time_is_met_or_missed(sluice: Sluice, ask: Ask) -> None:
+    def of(e2e: str) -> float:
+        return sluice.counted("sluice_slo_requests_total", slo_class="standard", e2e=e2e)
+
+    met, missed = of("met"), of("missed")
+    ask(max_tokens=30, extra_headers={"x-slo-e2e-ms": "1"})
+    wait_until(lambda: of("missed") > missed, 60, "no answer is whole after a millisecond")
+    ask(max_tokens=3, extra_headers={"x-slo-e2e-ms": "60000"})
+    wait_until(lambda: of("met") > met, 60, "a minute is enough")
+
+
 def test_metrics_count_requests_of_both_routers(sluice: Sluice, ask: Ask) -> None:
     """In a class that hardly another test uses: the page shows each other router as of that one's last heartbeat."""
 

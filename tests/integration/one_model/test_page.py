@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import expect
 
+from deployments.command.status_tables import percent
 from tests.integration import batches
 from tests.integration.application import Sluice
 from tests.integration.browser import opened
@@ -37,7 +38,13 @@ def test_it_shows_what_runs_and_never_what_was_asked(sluice: Sluice) -> None:
         expect(ended).to_contain_text("900")
         for tile in ("requests/s", "tokens/s", "first token", "in time"):
             expect(page.locator("#tiles")).to_contain_text(tile)
-        assert SECRET.split()[0] not in page.content()
+        all_met = {"ttft": "met", "tpot": "met", "e2e": "met"}
+        met, whole = (
+            sluice.counted("sluice_slo_requests_total", slo_class="standard", **labels) for labels in (all_met, {})
+        )
+        in_time = page.locator("#classes tbody tr", has_text="standard").locator("td").nth(6)
+        expect(in_time).to_have_text(percent(met / whole))
+        assert met and SECRET.split()[0] not in page.content()
 
 
 def test_the_box_streams_an_answer_and_says_what_it_took(sluice: Sluice) -> None:
