@@ -75,7 +75,7 @@ def application(config: AppConfig) -> Application:
     if redis_url is None:
         _refuse_several_nodes()
     engines = [
-        _engine_deployment(each, number, group).bind(each, redis_url, group.classes, group.role)
+        _engine_deployment(each, number, group).bind(group.of(each), redis_url, group.classes, group.role)
         for number, each in enumerate(config.each_model())
         for group in _groups(each)
     ]
@@ -89,16 +89,36 @@ def application(config: AppConfig) -> Application:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Engine replicas of one kind: for all classes, for those that have their own, or for prompts only."""
+    """Engine replicas of one kind: for all classes, for those that have their own, for prompts only, or for a server of
+    others, of which `server` is the number."""
 
     replicas: int
     classes: tuple[str, ...] = ()
     role: Role = "decode"
     autoscaling: AutoscalingSection | None = None
     resources: dict[str, float] | None = None
+    server: int | None = None
+
+    def of(self, config: AppConfig) -> AppConfig:
+        """What its replicas are told: of several servers, one."""
+        if self.server is None:
+            return config
+        engine, openai = config.engine, config.engine.openai
+        alone = openai.model_copy(update={"urls": (openai.urls[self.server],)})
+        return config.model_copy(update={"engine": engine.model_copy(update={"openai": alone})})
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """The end of its deployment's name; two hyphens before a role, for a class may be named prefill."""
+        if self.server is not None:
+            return (str(self.server),)
+        return ("", "prefill") if self.role == "prefill" else self.classes
 
 
 def _groups(config: AppConfig) -> Iterator[_Group]:
+    if config.engine.kind == "openai":
+        yield from (_Group(1, server=number) for number in range(len(config.engine.openai.urls)))
+        return
     yield _Group(config.engine.replicas, autoscaling=config.engine.autoscaling)
     for name, section in config.classes.items():
         if section.own_replicas:
@@ -109,11 +129,10 @@ def _groups(config: AppConfig) -> Iterator[_Group]:
 
 def _engine_deployment(config: AppConfig, model: int, group: _Group) -> Deployment:
     number = (str(model + 1),) if model else ()
-    kind = ("", "prefill") if group.role == "prefill" else group.classes  # two hyphens: a class may be named prefill
     scaled = group.autoscaling
     return serve.deployment(
         EngineReplica,
-        name="-".join(("EngineReplica", *number, *kind)),
+        name="-".join(("EngineReplica", *number, *group.kind)),
         num_replicas="auto" if scaled else group.replicas,
         autoscaling_config=engines_config(scaled) if scaled else None,
         ray_actor_options={

@@ -26,7 +26,8 @@ def check_args(models: Sequence[AppConfig]) -> list[str]:
 
     Raises ConfigError where vLLM or Sluice refuses the arguments of one of them.
     """
-    asked = json.dumps([[each.public_name, each.vllm_argv()] for each in models])
+    here = [each for each in models if each.engine.kind != "openai"]  # others' servers have arguments of their own
+    asked = json.dumps([[each.public_name, each.vllm_argv()] for each in here])
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "deployments.command.args_check"],
@@ -40,21 +41,19 @@ def check_args(models: Sequence[AppConfig]) -> list[str]:
         raise ConfigError(f"vllm_args: not checked within {TIMEOUT_S:g} s") from error
     if done.returncode:
         raise ConfigError(done.stdout.strip() or "vllm_args: could not be checked, for the reason above")
-    found = [
-        frozenset(map(Cause, causes)) | _causes_of(config)
-        for config, causes in zip(models, json.loads(done.stdout), strict=True)
-    ]
+    of_args = zip(here, json.loads(done.stdout), strict=True)
+    found = {each.public_name: frozenset(map(Cause, causes)) for each, causes in of_args}
     return [
         f"{each.public_name}: {line}"
-        for each, causes in zip(models, found, strict=True)
-        for line in off_in_words(causes)
+        for each in models
+        for line in off_in_words(found.get(each.public_name, frozenset()) | _causes_of(each))
     ]
 
 
 def _causes_of(config: AppConfig) -> frozenset[Cause]:
     """By Sluice's own settings."""
     if config.engine.kind != "vllm":
-        return frozenset({Cause.TRANSFORMERS})
+        return frozenset({Cause(config.engine.kind)})
     return frozenset({Cause.STOCK} if config.engine.scheduler.mode == "stock" else ())
 
 

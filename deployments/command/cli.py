@@ -35,6 +35,7 @@ examples:
   sluice serve Qwen/Qwen3-8B --num-gpus 1 --engine-replicas 2
   sluice serve ./my-model -- --max-model-len 8192 --max-num-seqs 128
   sluice serve --config sluice.yaml --port 9000
+  sluice serve Qwen/Qwen3-8B --engine-url http://10.0.0.7:8000 --engine-url http://10.0.0.8:8000
   sluice serve --preset papers                    the system as the five papers describe it (docs/concepts/papers.md)
 
 A Redis that runs already is named by SLUICE_REDIS_URL in the environment, or by redis_url in the file; without one, an
@@ -72,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
         "--engine",
         choices=("vllm", "transformers"),
         help="what runs the model (default: vllm); see docs/guides/transformers.md",
+    )
+    serving.add_argument(
+        "--engine-url",
+        action="append",
+        metavar="URL",
+        help="an OpenAI-compatible server that runs MODEL already, in the place of engines; again for each further one "
+        "(docs/guides/any-server.md)",
     )
     serving.add_argument("--num-gpus", type=float, help="GPUs for each engine (default: 0, the CPU build)")
     serving.add_argument("--batch-folder", type=Path, help="folder for files and batches (default: no Batch API)")
@@ -144,7 +152,8 @@ def app_config(options: argparse.Namespace) -> AppConfig:
     for path, value in {
         "model": _model(options),
         "served_model_name": options.served_model_name,
-        "engine.kind": options.engine,
+        "engine.kind": options.engine or ("openai" if options.engine_url else None),
+        "engine.openai.urls": options.engine_url,
         "engine.replicas": options.engine_replicas,
         "engine.num_gpus": options.num_gpus,
         "router.replicas": options.router_replicas,

@@ -43,7 +43,8 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     settings.setdefault("model", DEMO)
     settings["vllm_args"] = settings.get("vllm_args") or []  # left empty it is null
     engine, router = section(settings, "engine"), section(settings, "router")
-    engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
+    if engine.get("kind") != "openai":  # whose servers are as many as there are
+        engine.setdefault("replicas", 1 if engine.get("num_gpus") else 2)
     for each in (engine, *_engines_of_more_models(settings)):
         each.setdefault("drain_timeout_s", 5.0)  # a person who ends `sluice serve` does not wait for long streams
         each.setdefault("num_cpus", 0)  # one machine is what it is: Ray need not count its cores

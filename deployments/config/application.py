@@ -125,6 +125,17 @@ class AppConfig(ModelSection):
         return self
 
     @model_validator(mode="after")
+    def _asks_of_others_what_they_do(self) -> "AppConfig":
+        """Of servers that Sluice does not run."""
+        if all(section.engine.kind != "openai" for section in self._models):
+            return self
+        if self.bins.dispatch == "batches":
+            raise ValueError("bins.dispatch: batches: servers of engine.kind: openai take single requests")
+        if own := sorted(name for name, section in self.classes.items() if section.own_replicas):
+            raise ValueError(f"own_replicas (of {own}): servers of engine.kind: openai are there for all classes")
+        return self
+
+    @model_validator(mode="after")
     def _predicts_waits_by_work(self) -> "AppConfig":
         """In the other modes every request counts as one, so the queue has no length in seconds."""
         if self.mode == "full":

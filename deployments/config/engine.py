@@ -3,6 +3,7 @@
 import ipaddress
 import json
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -123,11 +124,43 @@ class PrefillSection(Section):
         return ["--kv-transfer-config", json.dumps(settings)]
 
 
+class OpenAiSection(Section):
+    """Servers of others, of any kind and version, that run the model: see docs/guides/any-server.md."""
+
+    urls: tuple[str, ...] = ()
+    """Of each server, as `http://10.0.0.7:8000`: what stands before `/v1` of its routes. A replica stands for each."""
+    slots: int = Field(default=64, ge=1, le=65536)
+    """Requests that each server has at once; those beyond wait here, where promises decide. For vLLM `--max-num-seqs`,
+    as far as its memory holds their caches."""
+    key_file: str | None = None
+    """File with the servers' API key, on every node; null is none."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Tokens of the longest prompt and answer; null is what the servers say."""
+
+    @field_validator("urls")
+    @classmethod
+    def _can_be_asked(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+                raise ValueError(f"must be as http://HOST:PORT, got {url!r}")
+            if parts.username or parts.password:
+                raise ValueError("holds a secret, and Ray logs what stands here: name a file in key_file")
+            if parts.path.rstrip("/").endswith("/v1"):
+                raise ValueError(f"leave /v1 out of {url!r}: routes are put behind it")
+        if len(set(urls)) < len(urls):
+            raise ValueError("names a server twice")
+        return tuple(url.rstrip("/") for url in urls)
+
+
 class EngineSection(Section):
     """The deployment that runs the model."""
 
-    kind: Literal["vllm", "transformers"] = "vllm"
-    """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches."""
+    kind: Literal["vllm", "transformers", "openai"] = "vllm"
+    """`transformers` runs any causal model that Hugging Face Transformers loads, in gang batches; `openai` sends
+    requests to servers that run already."""
+    openai: OpenAiSection = OpenAiSection()
+    """The servers of kind openai."""
     gang: GangSection = GangSection()
     """How an engine takes whole batches."""
     replicas: int = Field(default=1, ge=1)
@@ -185,6 +218,14 @@ class EngineSection(Section):
             placed = self.resources if self.prefill.resources is None else self.prefill.resources
             groups.append((least_replicas(self.prefill), cores_and_gpus | placed))
         return groups
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_replica_for_each_server(cls, given: Any) -> Any:
+        """Of kind openai, unless it says otherwise."""
+        openai = given.get("openai") if isinstance(given, dict) and given.get("kind") == "openai" else None
+        urls = openai.get("urls") if isinstance(openai, dict) else None
+        return {"replicas": len(urls), **given} if isinstance(urls, list | tuple) and urls else given
 
     @field_validator("bind_host")
     @classmethod

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import field_validator, model_validator
 
-from deployments.config.engine import EngineSection
+from deployments.config.engine import EngineSection, GangSection, OpenAiSection
 from deployments.config.lengths import WorkSection
 from deployments.config.messages import ARGUMENTS
 from deployments.config.scheduler import SchedulerSection
@@ -66,7 +66,7 @@ class ModelSection(Section):
     @property
     def caches_prefixes(self) -> bool:
         """Whether engines find in their caches what they have read before."""
-        return self.engine.kind == "vllm" and "--no-enable-prefix-caching" not in options(self.vllm_args)
+        return self.engine.kind != "transformers" and "--no-enable-prefix-caching" not in options(self.vllm_args)
 
     @property
     def served_names(self) -> tuple[str, ...]:
@@ -111,6 +111,11 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _asks_its_kind_of_engine(self) -> Self:
         engine = self.engine
+        if engine.kind == "openai":
+            _check_openai(self)
+            return self
+        if engine.openai != OpenAiSection():
+            raise ValueError(f"engine.openai: its servers are of engine.kind: openai, and this one is {engine.kind}")
         if engine.kind == "vllm":
             if unheeded := engine.gang.of_transformers_only():
                 raise ValueError(f"engine.gang: {unheeded} are of engine.kind: transformers, and this one is vllm")
@@ -175,3 +180,25 @@ class ModelSection(Section):
         if self.engine.prefill is not None and clash:
             raise ValueError(f"{sorted(clash)} in vllm_args do not go with engine.prefill, which sets them")
         return self
+
+
+def _check_openai(section: ModelSection) -> None:
+    """Raises ValueError for what servers of others do not heed."""
+    engine, default = section.engine, EngineSection()
+    if not engine.openai.urls:
+        raise ValueError("engine.openai.urls: an engine of kind openai is a server that runs already, name it here")
+    if section.model == DEMO:
+        raise ValueError("model: name the model as its servers call it")
+    if section.vllm_args:
+        raise ValueError("vllm_args: servers of engine.kind: openai have their own arguments")
+    if engine.replicas != len(engine.openai.urls):
+        raise ValueError(
+            f"engine.replicas is {engine.replicas}, and engine.openai.urls names {len(engine.openai.urls)} servers: "
+            "leave it out"
+        )
+    names = ("autoscaling", "prefill", "num_gpus", "placement_group_bundles", "lora", "scheduler")
+    unheeded = [name for name in names if getattr(engine, name) != getattr(default, name)]
+    if engine.gang != GangSection():
+        unheeded.append("gang")
+    if unheeded:
+        raise ValueError(f"engine.{unheeded[0]} is of engines that Sluice runs, and servers of kind openai are others'")

@@ -23,6 +23,7 @@ class Cause(StrEnum):
 
     STOCK = "stock"
     TRANSFORMERS = "transformers"
+    OPENAI = "openai"
     WHOLE_MEDIA = "whole_media"
     STATE_BLOCKS = "state_blocks"
     WHOLE_PROMPTS = "whole_prompts"
@@ -52,6 +53,7 @@ WITHOUT = {
 IN_WORDS = {
     Cause.STOCK: "vLLM's own scheduler (engine.scheduler.mode: stock)",
     Cause.TRANSFORMERS: "whole batches (engine.kind: transformers)",
+    Cause.OPENAI: "servers of others (engine.kind: openai)",
     Cause.WHOLE_MEDIA: "images or sounds that are read whole (--disable-chunked-mm-input)",
     Cause.STATE_BLOCKS: "states that are cached by blocks (--mamba-cache-mode align)",
     Cause.WHOLE_PROMPTS: "prompts read whole (--no-enable-chunked-prefill)",
@@ -71,14 +73,16 @@ IN_WORDS = {
 # length, which captured graphs count with.
 SWITCHES_OFF = {
     Feature.CUT_PROMPTS: (
-        Cause.STOCK, Cause.TRANSFORMERS, Cause.WHOLE_MEDIA, Cause.STATE_BLOCKS, Cause.WHOLE_PROMPTS,
+        Cause.STOCK, Cause.TRANSFORMERS, Cause.OPENAI, Cause.WHOLE_MEDIA, Cause.STATE_BLOCKS, Cause.WHOLE_PROMPTS,
     ),
-    Feature.PHASES: (Cause.STOCK, Cause.TRANSFORMERS, Cause.LOADS, Cause.ADAPTERS, Cause.DATA_PARALLEL),
+    Feature.PHASES: (
+        Cause.STOCK, Cause.TRANSFORMERS, Cause.OPENAI, Cause.LOADS, Cause.ADAPTERS, Cause.DATA_PARALLEL,
+    ),
     Feature.EXACT_HITS: (
-        Cause.TRANSFORMERS, Cause.NO_PREFIX_CACHE, Cause.DATA_PARALLEL, Cause.STATES,
+        Cause.TRANSFORMERS, Cause.OPENAI, Cause.NO_PREFIX_CACHE, Cause.DATA_PARALLEL, Cause.STATES,
     ),
-    Feature.RESUMED_ANSWERS: (Cause.LOGITS_PROCESSORS,),
-    Feature.DRAFT_LENGTHS: (Cause.SCHEDULED_AHEAD,),
+    Feature.RESUMED_ANSWERS: (Cause.OPENAI, Cause.LOGITS_PROCESSORS),
+    Feature.DRAFT_LENGTHS: (Cause.OPENAI, Cause.SCHEDULED_AHEAD),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ makes one. Entries:
 
 import asyncio
 import hashlib
+import json
 import logging
 import secrets
 from collections.abc import Awaitable, Collection, Iterable, Iterator, Mapping
@@ -95,6 +96,15 @@ def parse_entries(text: str, source: str) -> list[KeyEntry]:
     except ValidationError as error:
         wrong = "; ".join(f"entry {each}" for each in what_is_wrong(error, KeyEntry, shows_values=False))
         raise ConfigError(f"{source}: {wrong}") from None
+
+
+def salt_of_key(name: str, own: str | None) -> str:
+    """What a key's prompts have in common in the engines' caches: by its name and its client's own salt.
+
+    No secret is needed: every request of a key goes through here, and no two pairs give the same text to hash, so that
+    no client can make another key's salt. The key itself is no part of it.
+    """
+    return hashlib.sha256(json.dumps([name, own]).encode()).hexdigest()
 
 
 def redis_hash(application: str) -> str:

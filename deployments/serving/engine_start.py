@@ -14,7 +14,7 @@ from deployments.process.heavy_imports import heavy_imports
 from deployments.process.logs import last_error, last_line
 from deployments.process.stages import note_stage
 from deployments.process.vllm_env import check_build
-from policies.errors import EngineStartError
+from policies.errors import ConfigError, EngineStartError
 
 ENGINE = "engine"  # among what is told of a start
 
@@ -45,6 +45,8 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
 
 
 async def _build(config: AppConfig, role: Role) -> Any:
+    if config.engine.kind == "openai":
+        return await _server_of_others(config)
     argv = config.engine_argv(role)
     if config.engine.kind == "vllm":
         check_build(config.engine.num_gpus)
@@ -56,6 +58,25 @@ async def _build(config: AppConfig, role: Role) -> Any:
     return await asyncio.to_thread(
         TransformersEngine, parse_vllm_args(argv), config.engine.gang, asyncio.get_running_loop()
     )
+
+
+async def _server_of_others(config: AppConfig) -> Any:
+    from deployments.engines.openai.engine import OpenAiEngine
+
+    section = config.engine.openai
+    key = None if section.key_file is None else await asyncio.to_thread(_key_in, Path(section.key_file))
+    return await OpenAiEngine.connected(section, config.model, key, lambda what: note_stage(what, ENGINE))
+
+
+def _key_in(file: Path) -> str:
+    """Raises ConfigError."""
+    try:
+        key = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"engine.openai.key_file {file} cannot be read: {error}") from error
+    if not key or any(each.isspace() for each in key):
+        raise ConfigError(f"engine.openai.key_file {file} must hold one key and nothing else")
+    return key
 
 
 async def _vllm(argv: list[str], batch_size: int | None) -> Any:

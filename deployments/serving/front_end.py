@@ -1,9 +1,9 @@
-"""One model's front end in a router: vLLM's own OpenAI application over the routed engine client."""
+"""One model's front end in a router: an OpenAI application over the routed engine client."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 
@@ -26,8 +26,13 @@ from router.recent import latest
 from router.routed_client import RoutedClient
 from router.state_store import ReplicaLoad, Snapshot, StateStore
 
-if TYPE_CHECKING:
-    from deployments.engines.vllm.front_end import RoutedAsyncLLM
+
+class OutputReader(Protocol):
+    """What hands outputs on to the tasks that answer requests: vLLM's front end, or that of servers of others."""
+
+    @property
+    def errored(self) -> bool:
+        """It reads no more outputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class FrontEnd:
     Attributes:
         in_force: the live settings of this model.
         store: the shared state of the replicas that answer.
-        app: vLLM's application.
+        app: vLLM's application, or that of servers of others.
         announcer: tells engines and later routers what is in force.
         takes_media: whether the model takes images or sounds.
     """
@@ -64,7 +69,7 @@ class FrontEnd:
     metrics: RouterMetrics
     store: StateStore
     clients: Clients
-    llm: "RoutedAsyncLLM"
+    reader: OutputReader
     app: FastAPI
     announcer: Announcer
     max_model_len: int
@@ -89,11 +94,11 @@ class FrontEnd:
         await self.clients.answering.entrance.charge(tenant, tokens)
 
     def check_health(self) -> None:
-        """Raises SluiceError when vLLM's front end reads no more outputs, as it does after one that it cannot process.
+        """Raises SluiceError when no more outputs are read, as by vLLM's after one that it cannot process.
 
         It answers 500 from then on. What it says of engine replicas that are missing is no matter of this process.
         """
-        if self.llm.errored:
+        if self.reader.errored:
             raise SluiceError(f"the front end of {self.name} reads no more outputs")
 
     async def load(self) -> Load:

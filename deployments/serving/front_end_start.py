@@ -1,33 +1,25 @@
 """From a model's configuration to a front end that serves, once enough of its engine replicas are there."""
 
-import argparse
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import redis.asyncio as redis
-from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig
 from deployments.config.engine import PrefillSection, Role
 from deployments.config.lengths import SHARED_BATCH, WINDOW_REQUESTS
 from deployments.config.scaling import least_replicas
-from deployments.engines.features import Feature, why_off
-from deployments.engines.vllm.grammars import Grammars
-from deployments.http.limits import RequestLimits
-from deployments.http.middleware import log_causes
-from deployments.process.heavy_imports import heavy_imports
-from deployments.process.logs import log_of_vllm, root_level_kept
 from deployments.process.stages import note_stage
 from deployments.responses.background import BackgroundResponses
-from deployments.serving.front_end import Clients, FrontEnd, fills_idle, request_limits
+from deployments.serving.front_end import Clients, FrontEnd, fills_idle
+from deployments.serving.front_end_kinds import kind_of
 from deployments.serving.live_settings import Announcer, InForce
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError
@@ -49,10 +41,6 @@ from router.redis_store import RedisStateStore
 from router.routed_client import RoutedClient, routed_client
 from router.state_store import ReplicaInfo, StateStore
 from router.terms import RouterTerms, TicketTerms
-
-if TYPE_CHECKING:
-    from deployments.engines.vllm.codec import VllmCodec
-    from deployments.engines.vllm.front_end import RoutedAsyncLLM
 
 REPLICA_POLL_S = 0.2
 ROUTER = "router"  # among what is told of a start
@@ -86,33 +74,24 @@ async def opened_front_end(
         ReplicaLostError: no replica registers within the time that loading a model may take.
         StateStoreError: the shared state cannot be reached.
     """
-    with heavy_imports():
-        from deployments.engines.vllm.args import parse_vllm_args
-        from deployments.engines.vllm.causes import causes_of_args
-        from deployments.engines.vllm.codec import VllmCodec
-        from deployments.engines.vllm.front_end import as_front_end_of_any_model
-        from deployments.engines.vllm.version import ENGINE_VERSION
-
-    config, vllm_version = in_force.now.config, ENGINE_VERSION.removeprefix("vllm-")
-    metrics.note_build({"version": version("sluice-serve"), "vllm": vllm_version, "ray": ray.__version__})
-    store = RedisStateStore(client, config.namespace(ENGINE_VERSION))
-    prefill_store = RedisStateStore(client, config.prefill_namespace(ENGINE_VERSION))
-    args = parse_vllm_args(config.vllm_argv())
-    if config.engine.kind != "vllm":
-        args = as_front_end_of_any_model(args)
+    config = in_force.now.config
+    kind = kind_of(config)
+    metrics.note_build({"version": version("sluice-serve"), "ray": ray.__version__, "vllm": "", **kind.versions})
+    store = RedisStateStore(client, config.namespace(kind.codec.engine_version))
+    prefill_store = RedisStateStore(client, config.prefill_namespace(kind.codec.engine_version))
     note_stage("waiting for engines", ROUTER)
     infos = await enough_replicas(config, store)
     note_stage("building the front end", ROUTER)
-    args.max_model_len = min(info.max_model_len for info in infos)
+    max_model_len = min(info.max_model_len for info in infos)
     clients = engine_clients(
         in_force,
         router_id=router_id,
         metrics=metrics,
         store=store,
         prefill_store=prefill_store,
-        codec=VllmCodec(resumes=not why_off(Feature.RESUMED_ANSWERS, causes_of_args(args))),
+        codec=kind.codec,
         learned=await asyncio.to_thread(learned_predictor, config.predictor, predictor, config.promises().values()),
-        max_model_len=args.max_model_len,
+        max_model_len=max_model_len,
         max_batch_tokens=min(info.max_batch_tokens for info in infos),
     )
     async with AsyncExitStack() as resources:
@@ -125,21 +104,18 @@ async def opened_front_end(
         clients.answering.repeat(announcer.tell, "live settings")
         background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
         resources.push_async_callback(background.close)
-        llm = _front_end_engine(in_force, args, clients, background, resources)
-        takes_media = bool(llm.model_config.is_multimodal_model)
+        parts = await kind.parts(in_force, clients.routed, max_model_len, background, resources, responses)
         yield FrontEnd(
             in_force=in_force,
             router_id=router_id,
             metrics=metrics,
             store=store,
             clients=clients,
-            llm=llm,
-            app=await _application(
-                config, llm, args, responses, request_limits(config, args.max_model_len, takes_media=takes_media)
-            ),
+            reader=parts.reader,
+            app=parts.app,
             announcer=announcer,
-            max_model_len=args.max_model_len,
-            takes_media=takes_media,
+            max_model_len=max_model_len,
+            takes_media=parts.takes_media,
         )
 
 
@@ -176,12 +152,16 @@ def engine_clients(
     metrics: RouterMetrics,
     store: StateStore,
     prefill_store: StateStore,
-    codec: "VllmCodec",
+    codec: Any,
     learned: LearnedPredictor | None,
     max_model_len: int,
     max_batch_tokens: int,
 ) -> Clients:
-    """What sends requests to engines, with a second pool of replicas where those are to read prompts."""
+    """What sends requests to engines, with a second pool of replicas where those are to read prompts.
+
+    Args:
+        codec: of the kind of engines, see `FrontEndKind.codec`.
+    """
     config, clock = in_force.now.config, MonotonicClock()
     options: dict[str, Any] = {
         "router_id": router_id,
@@ -258,65 +238,3 @@ def _classifier(
         if config.gang
         else None,
     )
-
-
-def _front_end_engine(
-    in_force: Live[InForce],
-    args: argparse.Namespace,
-    clients: Clients,
-    background: BackgroundTasks,
-    resources: AsyncExitStack,
-) -> "RoutedAsyncLLM":
-    """vLLM's own, over the routed client."""
-    with heavy_imports():
-        from deployments.engines.transformers.step import unsupported
-        from deployments.engines.vllm.front_end import RoutedAsyncLLM
-
-    config = in_force.now.config
-    is_vllm = config.engine.kind == "vllm"
-
-    def made_grammars(vllm_config: Any) -> Grammars:
-        timeout_s = in_force.view(lambda now: now.config.router.grammar_timeout_s)
-        grammars = Grammars(vllm_config, timeout_s, background)
-        resources.push_async_callback(grammars.close)
-        return grammars
-
-    return RoutedAsyncLLM(
-        args,
-        clients.routed,
-        unsupported=None if is_vllm else unsupported,
-        max_prompt_logprobs=in_force.view(lambda now: now.config.router.max_prompt_logprobs),
-        isolates_keys=config.keys.isolate_prefixes and config.caches_prefixes,
-        made_grammars=made_grammars if is_vllm else None,
-    )
-
-
-async def _application(
-    config: AppConfig,
-    llm: "RoutedAsyncLLM",
-    args: argparse.Namespace,
-    responses: BackgroundResponses | None,
-    limits: RequestLimits,
-) -> FastAPI:
-    """vLLM's own OpenAI application."""
-    with heavy_imports():
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-
-        from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
-        from deployments.engines.vllm.responses import KeptResponses, stored_responses
-        from deployments.engines.vllm.validation import refuse_soon
-
-    fetch_media_from_allowed_addresses(config.router.media_networks)
-    args.enable_offline_docs = not args.disable_fastapi_docs
-    tasks = await llm.get_supported_tasks()
-    with root_level_kept():
-        app: FastAPI = build_app(args, tasks, llm.model_config)
-    refuse_soon(app)
-    log_causes(app)
-    kept = None if responses is None else KeptResponses(background=responses, max_bytes=limits.max_body_bytes)
-    with stored_responses(kept):
-        await init_app_state(llm, app.state, args, tasks)
-    log_of_vllm()
-    app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
-    return app

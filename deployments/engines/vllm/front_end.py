@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import hashlib
 import json
 import time
 from argparse import Namespace
@@ -32,6 +31,7 @@ from deployments.engines.vllm.args import engine_config, lora_id
 from deployments.engines.vllm.codec import TRANSFER_KEY
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.errors import status_of
+from deployments.http.keys import salt_of_key
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from policies.live import Live
 from predictor.conversation import Asked, asked_in
@@ -193,15 +193,6 @@ class RoutedEngineCore(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Nothing to do: the application closes the routed client."""
-
-
-def salt_of_key(name: str, own: str | None) -> str:
-    """What a key's prompts have in common in the engines' caches: by its name and its client's own salt.
-
-    No secret is needed: every request of a key goes through here, and no two pairs give the same text to hash, so that
-    no client can make another key's salt. The key itself is no part of it.
-    """
-    return hashlib.sha256(json.dumps([name, own]).encode()).hexdigest()
 
 
 def _as_answer(error: Refused, context: HttpContext | None) -> GracefulHTTPError:

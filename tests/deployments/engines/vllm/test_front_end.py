@@ -26,7 +26,7 @@ from deployments.engines.vllm.calibration_engine import calibration_engine
 from deployments.engines.vllm.engine import VllmEngine
 from deployments.engines.vllm.front_end import RoutedAsyncLLM, front_end_config
 from deployments.engines.vllm.version import ENGINE_VERSION
-from deployments.serving import front_end_start
+from deployments.serving import front_end_kinds
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.front_end_start import opened_front_end, router_metrics
 from deployments.serving.live_settings import InForce
@@ -55,7 +55,7 @@ async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     outputs = Outputs()
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
     llm = RoutedAsyncLLM(args, outputs, None)
-    front_end: Any = SimpleNamespace(llm=llm, name="demo")  # a whole one is made for a process of its own
+    front_end: Any = SimpleNamespace(reader=llm, name="demo")  # a whole one is made for a process of its own
     llm._run_output_handler()
     await outputs.queue.put(EngineCoreOutputs())
     await until(lambda: outputs.queue.empty())
@@ -137,7 +137,7 @@ async def test_a_front_end_that_does_not_open_leaves_no_router_behind(
         assert (await stores[0].snapshot()).routers == 1
         raise ValueError("no such template")
 
-    monkeypatch.setattr(front_end_start, "_application", fail)
+    monkeypatch.setattr(front_end_kinds, "_vllms_application", fail)
     with pytest.raises(ValueError, match="no such template"):
         async with opening():
             pass

@@ -1,0 +1,253 @@
+"""The engine of kind openai as the relay sees it, before a server that speaks the API and misbehaves as servers do."""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from deployments.config.engine import OpenAiSection
+from deployments.engines.base import Engine
+from deployments.engines.openai import engine as under_test
+from deployments.engines.openai.engine import OpenAiEngine
+from deployments.engines.openai.messages import ServerOutput, ServerRequest
+from policies.errors import EngineStartError, ReplicaLostError
+from tests.waiting import until
+
+Answering = Callable[[web.Request], Awaitable[web.StreamResponse]]
+KEY = "a-key-of-the-server"
+
+
+class Server:
+    """On loopback; what it answers is set by a test, and what it was sent is kept."""
+
+    def __init__(self) -> None:
+        self.answer: Answering = self.streamed
+        self.got: list[dict[str, Any]] = []
+        self.left = 0
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self._models), web.post("/v1/{route:.*}", self._post)])
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return web.json_response({"error": {"message": "no"}}, status=401)
+        return web.json_response({"data": [{"id": "theirs", "max_model_len": 4096}, {"id": "another"}]})
+
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        self.got.append(await request.json())
+        try:
+            return await self.answer(request)
+        except (asyncio.CancelledError, ConnectionError):
+            self.left += 1
+            raise
+
+    async def streamed(self, request: web.Request, texts: str = "abc", pause_s: float = 0.0) -> web.StreamResponse:
+        response = await self.begun(request)
+        for text in texts:
+            await self.say(response, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
+            await asyncio.sleep(pause_s)
+        await self.say(response, {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def begun(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        return response
+
+    async def say(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        await response.write(b"data: " + json.dumps({"id": "theirs"} | event).encode() + b"\n\n")
+
+
+class Running:
+    """An engine, and what came out of it by request, as decoded on a router's side."""
+
+    def __init__(self, engine: OpenAiEngine) -> None:
+        self.engine: Engine = engine  # the protocol holds
+        self.made = engine
+        self.outputs: defaultdict[str, list[ServerOutput]] = defaultdict(list)
+        self.reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        codec = self.made.codec
+        while True:
+            batch = await self.engine.next_outputs()
+            for output in codec.decode_outputs(codec.encode_outputs(batch, codec.outputs(batch))):
+                self.outputs[output.request_id].append(output)
+
+    async def end_of(self, name: str) -> ServerOutput:
+        await until(lambda: bool(self.outputs[name]) and self.outputs[name][-1].finish_reason is not None)
+        return self.outputs[name][-1]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def running(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    monkeypatch.setattr(under_test, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(under_test, "BUSY_PAUSE_S", 0.01)
+    made = Running(await connected(server))
+    yield made
+    await asyncio.to_thread(made.made.shutdown)
+    made.reader.cancel()
+
+
+async def connected(server: Server, model: str = "theirs", key: str | None = KEY) -> OpenAiEngine:
+    return await OpenAiEngine.connected(OpenAiSection(urls=(server.url,)), model, key, lambda _: None)
+
+
+def asked(name: str, *, streams: bool = True, **body: Any) -> ServerRequest:
+    return ServerRequest(
+        request_id=name,
+        path="/v1/completions",
+        body=json.dumps({"model": "theirs", **body}).encode(),
+        answer_id=f"cmpl-{name}",
+        created=0,
+        model="ours",
+        streams=streams,
+    )
+
+
+async def test_a_stream_comes_token_by_token_and_says_what_the_server_got(running: Running, server: Server) -> None:
+    await running.engine.add(asked("one", prompt="x"))
+    assert (await running.end_of("one")).finish_reason == "stop"
+    assert [len(each.new_token_ids) for each in running.outputs["one"]] == [1, 1, 1, 0]
+    assert server.got == [{"model": "theirs", "prompt": "x"}]
+    assert running.made.max_model_len == 4096
+    status = await running.engine.status()
+    assert (status["running"], status["server"], set(status["off"]["phases"])) == (0, server.url, {"openai"})
+
+
+async def test_a_whole_answer_comes_at_once(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(
+            {"choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 9}}
+        )
+
+    server.answer = answer
+    await running.engine.add(asked("one", streams=False))
+    end = await running.end_of("one")
+    assert (len(end.new_token_ids), end.finish_reason, end.status) == (9, "length", 200)
+
+
+async def test_what_the_server_refuses_its_client_is_told(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status, json.loads(end.parts[0])) == (
+        "error",
+        400,
+        {"error": {"message": "too long"}},
+    )
+    assert len(server.got) == 1
+
+
+@pytest.mark.parametrize("times", [3, 99])
+async def test_a_busy_server_is_asked_again_and_has_the_last_word(running: Running, server: Server, times: int) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if len(server.got) <= times:
+            return web.json_response({"error": {"message": "busy"}}, status=503)
+        return await server.streamed(request)
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status) == (("stop", 200) if times == 3 else ("error", 503))
+    assert len(server.got) == (4 if times == 3 else 1 + under_test.BUSY_PAUSES)
+
+
+async def test_one_that_hangs_up_before_its_answer_is_asked_again(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if len(server.got) == 1:
+            assert request.transport is not None
+            request.transport.close()
+            await asyncio.sleep(10)
+        return await server.streamed(request)
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    assert (await running.end_of("one")).finish_reason == "stop"
+
+
+async def test_one_that_hangs_up_within_its_answer_is_not(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = await server.begun(request)
+        await server.say(response, {"choices": [{"text": "a"}]})
+        assert request.transport is not None
+        request.transport.close()
+        await asyncio.sleep(10)
+        return response
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, len(running.outputs["one"]), len(server.got)) == ("error", 2, 1)
+    assert not running.engine.dead
+
+
+async def test_what_is_cancelled_the_server_hears_of(running: Running, server: Server) -> None:
+    server.answer = lambda request: server.streamed(request, "a" * 1000, 0.05)
+    await running.engine.add(asked("one"))
+    await until(lambda: len(running.outputs["one"]) > 1)
+    await running.engine.abort(["one", "unknown"])
+    await until(lambda: server.left == 1)
+    assert (await running.engine.status())["running"] == 0
+
+
+async def test_a_server_that_is_gone_is_a_lost_replica_and_one_that_is_back_a_new_one(
+    running: Running, server: Server
+) -> None:
+    await server.stop()
+    with pytest.raises(ReplicaLostError, match="is away"):
+        await running.reader
+    assert running.engine.dead
+    starting = asyncio.create_task(connected(server))
+    await asyncio.sleep(0.2)
+    assert not starting.done()
+    await server.start()
+    await (await starting)._close()
+
+
+async def test_a_server_that_stands_still_says_for_how_long(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "LOOK_S", 0.0)  # in which nothing answers
+    await asyncio.sleep(0.3)
+    assert not running.engine.dead
+    assert (await running.engine.status())["pass_s"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "why"),
+    [("theirs", "a-wrong-key", "key_file"), ("theirs", None, "key_file"), ("ours", KEY, "another, theirs")],
+)
+async def test_what_is_set_wrongly_is_said_at_the_start(server: Server, model: str, key: str | None, why: str) -> None:
+    with pytest.raises(EngineStartError, match=why):
+        await connected(server, model, key)
