@@ -44,6 +44,7 @@ _CUT = "deployments/engines/vllm/scheduler/test_cut_prompts.py::"
 _PLUG_IN = "deployments/engines/vllm/scheduler/test_plug_in.py::"
 _KINDS = "integration/test_kinds_of_models.py::"
 _CACHED = "deployments/engines/vllm/test_cached_blocks.py::"
+_SERVERS = "integration/test_any_server.py::"
 KINDS = (
     Kind("plain", (f"{_EQUAL}test_every_mode_gives_the_tokens_of_stock",)),
     Kind(
@@ -85,6 +86,14 @@ KINDS = (
         "a KV connector",
         (f"{_PLUG_IN}test_phases_go_on_beside_a_connector_that_loads_nothing",),
         at_times=(Cause.LOADS,),
+    ),
+    Kind(
+        "servers of others",
+        (
+            f"{_SERVERS}test_answers_are_the_servers_own",
+            f"{_SERVERS}test_a_killed_server_costs_no_request_and_is_used_again_once_it_is_back",
+        ),
+        always=(Cause.OPENAI,),
     ),
 )
 

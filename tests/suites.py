@@ -96,6 +96,7 @@ SUITES = (
             "tests/integration/one_model",
             "tests/integration/several_models",
             "tests/integration/test_cores.py",
+            "tests/integration/test_any_server.py",
             "tests/integration/test_far_redis.py",
             "tests/integration/test_bins.py",
             "tests/integration/test_kinds_of_models.py",

@@ -67,6 +67,7 @@ OF_VLLM = ("--max-model-len", "8", "-tp", "2")
         (["--engine-replicas", "3", "--router-replicas", "2"], {"engine.replicas": 3, "router.replicas": 2}),
         (["--num-gpus", "0.5"], {"engine.num_gpus": 0.5, "engine.replicas": 1}),
         (["--engine", "transformers"], {"engine.kind": "transformers"}),
+        (["m", "--engine-url", "http://a:1", "--engine-url", "http://b"], {"engine.kind": "openai"}),
         (["--batch-folder", "/batches"], {"batches.folder": "/batches", "batches.num_cpus": 0}),
         (["Qwen/Qwen3-0.6B", "--engine-replicas", "1"], {"model": "Qwen/Qwen3-0.6B"}),
         (["--engine-replicas", "1", "./mine"], {"model": "./mine"}),

@@ -62,7 +62,7 @@ def said(text: str) -> str:
         ),
         ("engine: {num_gpus: two}", "engine.num_gpus: must be a number of at least 0, in GPUs, got 'two'"),
         ("router: {silence_s: -1}", "router.silence_s: must be a number above 0, in seconds, got -1"),
-        ("engine: {kind: vlm}", "engine.kind: must be one of `vllm`, `transformers`, got 'vlm'"),
+        ("engine: {kind: vlm}", "engine.kind: must be one of `vllm`, `transformers`, `openai`, got 'vlm'"),
         ("keys: {redis: perhaps}", "keys.redis: must be true or false, got 'perhaps'"),
         ("bins: 3", "bins: must be a mapping of settings"),
         ("engine: {lora: {adapters: {}}}", "engine.lora.adapters: needs at least 1"),
