@@ -349,7 +349,8 @@ class AppConfig(ModelSection):
         given = self.engine.credit_lookahead
         if given is not None:
             return given
-        return lookahead(slots) if credit_s is not None else 0
+        chooses = credit_s is not None and self.engine.kind != "openai"  # whose queue is first come, first served
+        return lookahead(slots) if chooses else 0
 
     def promises(self) -> dict[str, Promise]:
         """What each class is promised, by its name."""

@@ -187,7 +187,8 @@ class EngineSection(Section):
     """Numeric address on which a replica listens, and which routers call; null is the node's own in the cluster."""
     credit_lookahead: int | None = Field(default=None, ge=0)
     """Requests offered to a replica beyond its slots, so that the next one is at hand when one ends. null is an eighth
-    of the slots where first tokens are promised, else 0: an engine that can choose who is next keeps more promises."""
+    of the slots where first tokens are promised and engines are Sluice's own, else 0: an engine that can choose who is
+    next keeps more promises."""
     credit_s: LiveKey[float | None] = Field(default=None, gt=0)
     """A replica whose unread prompt tokens take longer than this to read takes nothing more: what waits stays where all
     replicas share it. null is the longest `ttft_s` of the classes that do not fill idle capacity, .inf sets

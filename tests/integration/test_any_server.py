@@ -41,7 +41,7 @@ class PlainServer:
 
     def start(self) -> None:
         options = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "theirs", *DEMO_ARGS, *EXACT)
-        serve = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO_MODEL), *options]
+        serve = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO_MODEL), *options]
         with self._log.open("ab") as output:
             self._process = psutil.Popen(serve, stdout=output, stderr=output, env=self._env, start_new_session=True)
 
