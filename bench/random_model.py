@@ -4,12 +4,11 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from bench.model_kinds import DEMO_MODEL, TOKENIZER_FILES, vocabulary, write_images, write_windows
 from bench.servers import vllm_is_for_gpus
-
-DEMO_MODEL = Path(__file__).parents[1] / "deployments" / "demo_model"
 
 VOCABULARY = 8192
 CALIBRATED = ("--load-format=dummy", "--skip-tokenizer-init", "--max-model-len=8192")
@@ -17,7 +16,6 @@ MODES = (
     """SLUICE_BENCH_ARGS='{"load_format": "dummy", "max_model_len": 8192}' SLUICE_BENCH_CLOCK=wall """
     "SLUICE_BENCH_SCALE=2 pytest bench/deployments/test_modes_on_this_machine.py -s"
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Qwen3's published sizes.
 QWEN3 = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -29,9 +27,15 @@ SIZES = {
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+WINDOW = 256
+KINDS: Mapping[str, Callable[[Path], None]] = {
+    "windows": lambda folder: write_windows(folder, WINDOW),
+    "images": write_images,
+}
 EPILOG = """\
 examples, which print commands to go on with:
   python -m bench.random_model /tmp/random              small, with the demo model's tokenizer
+  python -m bench.random_model /tmp/windows --kind windows   as small, a Gemma 3 with sliding windows
   python -m bench.random_model /tmp/8b --size 8b        as large as Qwen3-8B and without a tokenizer, for a GPU
 """
 
@@ -57,7 +61,7 @@ def write_model(folder: Path) -> None:
         FileExistsError: the folder is there already.
     """
     folder.mkdir(parents=True)
-    write_config(folder, vocab_size=json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"])
+    write_config(folder, vocab_size=vocabulary())
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO_MODEL / name, folder)
 
@@ -76,16 +80,22 @@ def engine_arguments() -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.random_model",
-        description="Writes a Qwen3 without weights: vLLM makes them at random.",
+        description="Writes a model without weights, mostly a Qwen3: vLLM makes them at random.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, help="a folder that does not exist yet")
-    parser.add_argument("--size", choices=SIZES, help="of a published Qwen3 (default: 27 million parameters)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--size", choices=SIZES, help="of a published Qwen3 (default: 27 million parameters)")
+    what.add_argument("--kind", choices=KINDS, help="a Gemma 3 with sliding windows, or a BLIP-2, which takes images")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
     try:
-        if options.size is None:
+        if options.kind is not None:
+            folder.mkdir(parents=True)
+            KINDS[options.kind](folder)
+            print(f"python -m bench.goodput --model {folder} -- {' '.join(engine_arguments())}")
+        elif options.size is None:
             write_model(folder)
             print(f"python -m bench.compare --model {folder} -- {' '.join(engine_arguments())}")
         else:

@@ -18,8 +18,8 @@ from bench.completion import (
 )
 from bench.deployments.told_lengths import ANSWER_TOKENS
 from bench.in_time import PLAIN, Run
+from bench.model_kinds import DEMO_MODEL
 from bench.open_loop import Targets
-from bench.random_model import DEMO_MODEL
 
 ANSWERS = {SHORT: 24, LONG: 480}
 

@@ -31,6 +31,15 @@ def test_a_model_of_a_published_size_is_its_configuration_alone(
     assert cli.parse(calibrate.split()[1:]).command == "calibrate" and modes.endswith("modes_on_this_machine.py -s")
 
 
+@pytest.mark.parametrize(("kind", "model_type"), [("windows", "gemma3_text"), ("images", "blip-2")])
+def test_other_kinds_are_as_large(tmp_path: Path, kind: str, model_type: str) -> None:
+    assert main([str(tmp_path / kind), "--kind", kind]) == 0
+    config = AutoConfig.from_pretrained(tmp_path / kind)
+    text = config.get_text_config()
+    assert (config.model_type, text.num_hidden_layers, text.hidden_size) == (model_type, 8, 512)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / kind)) <= text.vocab_size
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "File exists" in capsys.readouterr().err
