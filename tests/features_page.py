@@ -20,10 +20,6 @@ Sluice does more with some engines than with others. `sluice config check` and t
 settings switch off. What hangs on the model as well, the running engine says: `off` in `/sluice/status`, the table
 "Switched off" of the page and of `sluice status`, and the metric `sluice_engine_feature_off{feature,why}`.
 """
-TAIL = """\
-Data parallelism inside an engine (`--data-parallel-size`) is refused: give `engine.replicas` instead, which for models
-without experts is the same.
-"""
 
 
 class Kind(NamedTuple):
@@ -44,6 +40,7 @@ _CUT = "deployments/engines/vllm/scheduler/test_cut_prompts.py::"
 _PLUG_IN = "deployments/engines/vllm/scheduler/test_plug_in.py::"
 _KINDS = "integration/test_kinds_of_models.py::"
 _CACHED = "deployments/engines/vllm/test_cached_blocks.py::"
+_RANKS = "deployments/engines/vllm/test_ranks.py::"
 _SERVERS = "integration/test_any_server.py::"
 KINDS = (
     Kind("plain", (f"{_EQUAL}test_every_mode_gives_the_tokens_of_stock",)),
@@ -88,6 +85,15 @@ KINDS = (
         at_times=(Cause.LOADS,),
     ),
     Kind(
+        "data parallelism",
+        (
+            f"{_RANKS}test_each_rank_answers_as_one_engine_alone_does",
+            f"{_RANKS}test_the_death_of_a_rank_is_that_of_all",
+            f"{_KINDS}test_a_model_with_experts_is_served_by_ranks_that_step_together",
+        ),
+        at_times=(Cause.DATA_PARALLEL,),
+    ),
+    Kind(
         "servers of others",
         (
             f"{_SERVERS}test_answers_are_the_servers_own",
@@ -100,7 +106,7 @@ KINDS = (
 
 def page() -> str:
     parts = [HEAD, "\n", _meanings(), "\nOff, by what the engine has:\n\n", _matrix()]
-    return "".join([*parts, "\nBy kind of model or engine, with the tests that run one:\n\n", _kinds(), "\n", TAIL])
+    return "".join([*parts, "\nBy kind of model or engine, with the tests that run one:\n\n", _kinds()])
 
 
 def _kinds() -> str:

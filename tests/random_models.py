@@ -37,6 +37,19 @@ def write_states(folder: Path) -> None:
     _save_weights(folder)
 
 
+def write_experts(folder: Path) -> None:
+    """A Qwen3 of which each token asks two of four experts."""
+    model_kinds.write(
+        folder,
+        {
+            **_SIZES, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2,
+            "hidden_act": "silu", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+            "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [],
+        },
+    )  # fmt: skip
+    _save_weights(folder)
+
+
 def write_images(folder: Path) -> None:
     """A BLIP-2, see `bench.model_kinds`."""
     spread = {"initializer_range": _SPREAD}

@@ -24,7 +24,7 @@ def engines_undisturbed(config: AppConfig) -> Iterator[None]:
         yield
         return
     try:
-        beside = cores_beside_engines(cores, sum(each.engine_replicas for each in models))
+        beside = cores_beside_engines(cores, sum(each.ranks * each.engine_replicas for each in models))
         keep_to(beside, (here, *here.children(recursive=True)))
         yield
     finally:

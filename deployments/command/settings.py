@@ -69,6 +69,6 @@ def _engines_of_more_models(settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 def sharing_memory(config: AppConfig) -> AppConfig:
     """Engines on this machine's processors get a part of its memory each."""
-    engines = sum(each.engine_replicas for each in config.each_model() if each.engine.num_gpus == 0)
+    engines = sum(each.ranks * each.engine_replicas for each in config.each_model() if each.engine.num_gpus == 0)
     more = tuple(each.sharing_memory(engines) for each in config.more_models)
     return config.sharing_memory(engines).model_copy(update={"more_models": more})

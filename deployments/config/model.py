@@ -20,6 +20,7 @@ from deployments.config.vllm_args import (
     gpus_used,
     named_twice,
     options,
+    ranks_of,
     why_refused,
     without,
 )
@@ -62,6 +63,11 @@ class ModelSection(Section):
         # Of a machine's memory, for all engines on its processors together: the rest is for routers, Ray and others.
         share = ("--gpu-memory-utilization", f"{0.6 / engines:.3g}")
         return self.model_copy(update={"vllm_args": (*self.vllm_args, *share)})
+
+    @property
+    def ranks(self) -> int:
+        """Engines of each replica."""
+        return ranks_of(self.vllm_args)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -151,6 +157,15 @@ class ModelSection(Section):
                 f"engine.num_gpus is {gpus:g}, and each engine uses {used} by vllm_args: "
                 f"{' times '.join(name for name, _ in PARALLEL)} must be as many"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _places_its_ranks(self) -> Self:
+        if self.ranks == 1:
+            return self
+        for name in ("prefill", "placement_group_bundles", "autoscaling"):
+            if getattr(self.engine, name):
+                raise ValueError(f"--data-parallel-size in vllm_args does not go with engine.{name}")
         return self
 
     @model_validator(mode="after")

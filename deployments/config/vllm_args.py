@@ -15,9 +15,6 @@ _SET_ELSEWHERE = {
     "--port": "HTTP options of Serve",
     "--api-server-count": "router.replicas",
     "--api-key": "keys",
-    # Of such an engine routers would be offered the slots of one rank: relays ask rank 0.
-    "--data-parallel-size": "engine.replicas",
-    "-dp": "engine.replicas",
 }
 
 # Ray Serve and HAProxy listen in its place.
@@ -34,14 +31,23 @@ _NOT_IN_ROUTERS = {
     "--max-num-queued-tokens": "counts whatever shows no first token here: see max_waiting and when_late of classes",
 }
 
+# Ranks of a data-parallel engine are started side by side, and routers spread the requests over them.
+_OF_OTHER_RANKS = {
+    "--data-parallel-rank", "-dpn", "--data-parallel-start-rank", "-dpr", "--data-parallel-size-local", "-dpl",
+    "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp", "--data-parallel-backend", "-dpb",
+    "--data-parallel-hybrid-lb", "-dph", "--data-parallel-external-lb", "-dpe", "--enable-elastic-ep",
+}  # fmt: skip
+
 # Ray starts an engine's processes on other nodes, in its bundles. With these it would wait for others to start them.
 _OF_SEVERAL_NODES = {"--nnodes", "--node-rank", "--master-addr", "--master-port"}
 
+DATA_PARALLEL = ("--data-parallel-size", "-dp")
 # Each multiplies the GPUs of an engine.
 PARALLEL = (
     ("--tensor-parallel-size", "-tp"),
     ("--pipeline-parallel-size", "-pp"),
     ("--prefill-context-parallel-size", "-pcp"),
+    DATA_PARALLEL,
 )
 
 # Whoever sets these counts on another placement, precision or adapters of the model than the Transformers engine has.
@@ -70,6 +76,8 @@ def why_refused(option: str) -> str | None:
             f"{option} is for engines whose processes somebody else starts on other nodes: leave it out, and set "
             "engine.placement_group_bundles"
         )
+    if option in _OF_OTHER_RANKS:
+        return f"{option} is for ranks that somebody else starts: --data-parallel-size alone starts all of them here"
     return f"{option} {_NOT_IN_ROUTERS[option]}" if option in _NOT_IN_ROUTERS else None
 
 
@@ -104,6 +112,13 @@ def gpus_used(argv: Sequence[str], *, in_bundles: bool) -> int | None:
     """GPUs of one engine by vLLM's arguments; None where they do not say."""
     silent = {"--config"} if in_bundles else _PLACED_ELSEWHERE
     return None if options(argv).keys() & silent else workers_of(argv)
+
+
+def ranks_of(argv: Sequence[str]) -> int:
+    """Of a data-parallel engine; 1 without, and where it is for vLLM to complain."""
+    given = options(argv)
+    size = next((given[name] for name in DATA_PARALLEL if name in given), "1")
+    return int(size) if size.isdecimal() and int(size) else 1
 
 
 def workers_of(argv: Sequence[str]) -> int | None:

@@ -59,16 +59,16 @@ IN_WORDS = {
     Cause.WHOLE_PROMPTS: "prompts read whole (--no-enable-chunked-prefill)",
     Cause.LOADS: "KV caches that a connector is loading, for as long as that lasts",
     Cause.ADAPTERS: "requests of more adapters than --max-loras, for as long as they are there",
-    Cause.DATA_PARALLEL: "data parallelism",
+    Cause.DATA_PARALLEL: "data parallelism of a model with experts",
     Cause.NO_PREFIX_CACHE: "no prefix cache (--no-enable-prefix-caching)",
     Cause.STATES: "layers that keep a state, or windows beside a draft model",
     Cause.LOGITS_PROCESSORS: "logits processors other than vLLM's",
     Cause.SCHEDULED_AHEAD: "drafts for steps that are scheduled ahead (--async-scheduling)",
 }
-# Where nothing can be cut anywhere, a smaller step might let nothing through. Data-parallel ranks step together. A
-# request whose cache has been loaded starts in the next step, and not at the end of a phase. vLLM tells which adapters
-# are in use by the decodes of a step: one without them would start more adapters than a later one can hold. A hit of a
-# group of ranks, of layers that keep a state, or of several kinds of layers beside a draft model hangs on more than the
+# Where nothing can be cut anywhere, a smaller step might let nothing through. Ranks of a model with experts step
+# together. A request whose cache has been loaded starts in the next step, and not at the end of a phase. vLLM tells
+# which adapters are in use by the decodes of a step: one without them would start more adapters than a later one can
+# hold. A hit of layers that keep a state, or of several kinds of layers beside a draft model, hangs on more than the
 # blocks. Logits processors may look back over the tokens of an answer. Ahead of its results a step has drafts of full
 # length, which captured graphs count with.
 SWITCHES_OFF = {
@@ -79,7 +79,7 @@ SWITCHES_OFF = {
         Cause.STOCK, Cause.TRANSFORMERS, Cause.OPENAI, Cause.LOADS, Cause.ADAPTERS, Cause.DATA_PARALLEL,
     ),
     Feature.EXACT_HITS: (
-        Cause.TRANSFORMERS, Cause.OPENAI, Cause.NO_PREFIX_CACHE, Cause.DATA_PARALLEL, Cause.STATES,
+        Cause.TRANSFORMERS, Cause.OPENAI, Cause.NO_PREFIX_CACHE, Cause.STATES,
     ),
     Feature.RESUMED_ANSWERS: (Cause.OPENAI, Cause.LOGITS_PROCESSORS),
     Feature.DRAFT_LENGTHS: (Cause.OPENAI, Cause.SCHEDULED_AHEAD),

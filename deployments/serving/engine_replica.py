@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,7 +22,7 @@ from deployments.process.tracing import started_tracing
 from deployments.process.vllm_env import nixl_env, set_up_gpu_engine
 from deployments.serving.autoscaling import Stats, fleet_stats
 from deployments.serving.engine_settings import EngineSettings
-from deployments.serving.engine_start import ENGINE, started_engine
+from deployments.serving.engine_start import ENGINE, started_engines
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.live_settings import LiveSettings
 from deployments.serving.redis_server import embedded_redis_url
@@ -83,7 +84,8 @@ def _prepare_environment(config: AppConfig) -> str:
 
 
 class EngineReplica:
-    """One engine. Ray Serve places, watches, scales and ends it; requests reach it through the relay alone."""
+    """One engine, or all ranks of a data-parallel one. Ray Serve places, watches, scales and ends it; requests reach
+    it through its relays alone, of which each engine has its own, a replica for routers."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self,
@@ -97,9 +99,9 @@ class EngineReplica:
         log_by(config.logs.settings())
         keep_to_loopback()
         await self._lifetime.start(self._start(redis_url, classes))
-        info = self._relay.info
         note_stage("ready", ENGINE)
-        logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
+        for info in (relay.info for relay in self._relays):
+            logger.info("replica %s serves on %s:%d", info.replica_id, info.host, info.port)
 
     async def _start(self, redis_url: str | None, classes: tuple[str, ...]) -> None:
         self._tracing = started_tracing("engine")
@@ -108,25 +110,28 @@ class EngineReplica:
         redis_url = redis_url or await embedded_redis_url()
         await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
         host = _prepare_environment(self._config)
-        self._engine = await started_engine(self._config, self._role)
-        self._resources.push_async_callback(asyncio.to_thread, self._engine.shutdown)
+        self._engines = await started_engines(self._config, self._role)
+        for engine in self._engines:
+            self._resources.push_async_callback(asyncio.to_thread, engine.shutdown)
         self._connect(redis_url)
         self._live_settings = LiveSettings(self._store, self._config)
         self._terms = Live(EngineTerms.of(self._config, self._config, self._role))
-        self._engine_settings = EngineSettings(self._terms.now.scheduler, self._engine.control)
-        self._relay = self._relay_at(host, classes)
-        self._resources.push_async_callback(self._relay.close)
+        self._engine_settings = EngineSettings(self._terms.now.scheduler, self._control)
+        self._relays = [self._relay_at(host, classes, rank) for rank in range(len(self._engines))]
+        for relay in self._relays:
+            self._resources.push_async_callback(relay.close)
         check = None if self._config.engine.prefill is None else self._check_pairs
         # A loaded model is not thrown away for a moment without Redis.
-        await self._relay.start(host, check=check, patience_s=self._config.engine.start_timeout_s)
-        self._relay.repeat(self._follow, "live settings")
+        patience_s = self._config.engine.start_timeout_s
+        await asyncio.gather(*(relay.start(host, check=check, patience_s=patience_s) for relay in self._relays))
+        self._relays[0].repeat(self._follow, "live settings")
         self._resources.push_async_callback(self._drain)  # what has not offered anything need not wait for anybody
 
     def _connect(self, redis_url: str) -> None:
         """The tables of this group of replicas, and those of the other one."""
         redis = connect(redis_url, self._config.redis_ca_certs)
         self._resources.push_async_callback(redis.aclose)
-        version = self._engine.engine_version
+        version = self._engines[0].engine_version
         decode = RedisStateStore(redis, self._config.namespace(version))
         prefill = RedisStateStore(redis, self._config.prefill_namespace(version))
         self._store, self._others = (prefill, decode) if self._role == "prefill" else (decode, prefill)
@@ -144,9 +149,13 @@ class EngineReplica:
             log_by(terms.logs)
         await self._engine_settings.follow(terms.scheduler)
 
-    def _credit(self, terms: EngineTerms) -> Credit:
+    async def _control(self, changes: dict[str, Any]) -> None:
+        """Raises as `VllmEngine.control`."""
+        await asyncio.gather(*(engine.control(changes) for engine in self._engines))
+
+    def _credit(self, engine: Any, terms: EngineTerms) -> Credit:
         is_decode = self._role == "decode"
-        lookahead = self._config.credit_lookahead(self._engine.slots, terms.credit_s) if is_decode else 0
+        lookahead = self._config.credit_lookahead(engine.slots, terms.credit_s) if is_decode else 0
         return Credit(lookahead=lookahead, reading_s=terms.credit_s)
 
     async def _check_pairs(self) -> None:
@@ -156,26 +165,29 @@ class EngineReplica:
             ConfigError: as `check_pairs`.
             StateStoreError: the shared state does not answer.
         """
-        check_pairs(self._relay.info, await self._others.replica_infos(), self._role)
+        check_pairs(self._relays[0].info, await self._others.replica_infos(), self._role)
 
-    def _relay_at(self, host: str, classes: tuple[str, ...]) -> Relay:
-        """The relay of the engine that is loaded; it listens once it is started."""
-        config, replica_id = self._config, serve.get_replica_context().replica_id.unique_id
+    def _relay_at(self, host: str, classes: tuple[str, ...], rank: int) -> Relay:
+        """The relay of an engine that is loaded; it listens once it is started."""
+        config, engine = self._config, self._engines[rank]
+        replica_id = serve.get_replica_context().replica_id.unique_id
+        if len(self._engines) > 1:
+            replica_id = f"{replica_id}-rank{rank}"
         return Relay(
-            engine=self._engine,
+            engine=engine,
             store=self._store,
             traces=None if self._tracing is None else ReplicaTraces(self._tracing, replica_id),
             info=ReplicaInfo(
                 replica_id=replica_id,
                 host=host,
                 port=0,
-                max_model_len=self._engine.max_model_len,
-                max_batch_tokens=self._engine.max_batch_tokens,
+                max_model_len=engine.max_model_len,
+                max_batch_tokens=engine.max_batch_tokens,
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
                 gang_patience_s=config.gang_patience_s,
                 silence_s=config.router.silence_s,
-                kv_layout=self._engine.kv_layout,
+                kv_layout=engine.kv_layout,
             ),
             config=RelayConfig(
                 heartbeat_s=config.router.heartbeat_s,
@@ -183,7 +195,7 @@ class EngineReplica:
                 step_times=None if config.mode == "stock" else config.work.build(),
                 **self._prefill_bounds(),
             ),
-            credit=self._terms.view(self._credit),
+            credit=self._terms.view(partial(self._credit, engine)),
         )
 
     def _prefill_bounds(self) -> dict[str, Any]:
@@ -191,14 +203,14 @@ class EngineReplica:
         prefill = self._config.engine.prefill
         if prefill is None or self._role != "prefill":
             return {}
-        return {"prefill_budget_tokens": self._engine.max_batch_tokens}
+        return {"prefill_budget_tokens": self._engines[0].max_batch_tokens}
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
         return fleet_stats(await self._store.snapshot())
 
     def check_health(self) -> None:
-        if not self._relay.healthy:
+        if not all(relay.healthy for relay in self._relays):
             raise ReplicaLostError("the engine core has died, or hangs")
 
     async def __del__(self) -> None:
@@ -210,6 +222,7 @@ class EngineReplica:
         try:
             async with asyncio.timeout(timeout_s):
                 # What is taken until then has as long again, and what waits now waits no longer than max_wait_s.
-                await self._relay.drain(min(timeout_s / 2, self._terms.now.max_wait_s))
+                serving_s = min(timeout_s / 2, self._terms.now.max_wait_s)
+                await asyncio.gather(*(relay.drain(serving_s) for relay in self._relays))
         except TimeoutError:
             logger.warning("drain timed out, ending with requests running")

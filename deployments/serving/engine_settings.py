@@ -13,7 +13,7 @@ class EngineSettings:
     def __init__(
         self,
         begun: Mapping[str, Any] | None,
-        control: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]],
+        control: Callable[[dict[str, Any]], Awaitable[None]],
     ) -> None:
         """Args:
         begun: those that it began with; None where it has no scheduler of ours.

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from policies.errors import ConfigError, EngineStartError
 ENGINE = "engine"  # among what is told of a start
 
 
-async def started_engine(config: AppConfig, role: Role) -> Any:
-    """Loaded, asked once what it admits, with its adapters.
+async def started_engines(config: AppConfig, role: Role) -> list[Any]:
+    """The engine of a replica, or all ranks of a data-parallel one: loaded, asked once what they admit, with their
+    adapters.
 
-    Of one that does not come so far no process is left.
+    Where one does not come so far no process is left.
 
     Raises:
         EngineStartError: it did not start, or not within `engine.start_timeout_s`, or does not take its adapters.
@@ -31,9 +33,9 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
     try:
         async with asyncio.timeout(config.engine.start_timeout_s) as limit:
             note_stage("loading the model", ENGINE)
-            engine = await _build(config, role)
-            await _make_ready(engine, config.scheduler_settings(role))
-            return engine
+            engines = await _build(config, role)
+            await _make_ready(engines, config.scheduler_settings(role))
+            return engines
     except asyncio.CancelledError:
         _kill_engine_cores()
         raise
@@ -44,20 +46,19 @@ async def started_engine(config: AppConfig, role: Role) -> Any:
         raise EngineStartError(await _too_late(config)) from error
 
 
-async def _build(config: AppConfig, role: Role) -> Any:
+async def _build(config: AppConfig, role: Role) -> list[Any]:
     if config.engine.kind == "openai":
-        return await _server_of_others(config)
+        return [await _server_of_others(config)]
     argv = config.engine_argv(role)
     if config.engine.kind == "vllm":
         check_build(config.engine.num_gpus)
-        return await _vllm(argv, config.gang.batch_size if config.gang else None)
+        return await _vllm(argv, config.gang.batch_size if config.gang else None, config.ranks)
     with heavy_imports():
         from deployments.engines.transformers.engine import TransformersEngine
         from deployments.engines.vllm.args import parse_vllm_args
 
-    return await asyncio.to_thread(
-        TransformersEngine, parse_vllm_args(argv), config.engine.gang, asyncio.get_running_loop()
-    )
+    args, loop = parse_vllm_args(argv), asyncio.get_running_loop()
+    return [await asyncio.to_thread(TransformersEngine, args, config.engine.gang, loop)]
 
 
 async def _server_of_others(config: AppConfig) -> Any:
@@ -79,29 +80,34 @@ def _key_in(file: Path) -> str:
     return key
 
 
-async def _vllm(argv: list[str], batch_size: int | None) -> Any:
-    from deployments.engines.vllm.engine import VllmEngine
+async def _vllm(argv: list[str], batch_size: int | None, ranks: int) -> list[Any]:
+    from deployments.engines.vllm.ranks import started_ranks
 
     try:
-        return await asyncio.to_thread(VllmEngine, argv, batch_size)
+        return list(await asyncio.to_thread(started_ranks, argv, batch_size, ranks))
     except RuntimeError as error:  # it says "see above", and above is the log of this process
         why = await asyncio.to_thread(last_error, Path(global_worker.get_err_file_path()))
         raise EngineStartError(f"the engine did not start: {why or error}") from error
 
 
-async def _make_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
-    """An answer may never come where the engine hangs; the caller's deadline is for that."""
+async def _make_ready(engines: Sequence[Any], scheduler: SchedulerSettings | None) -> None:
+    """An answer may never come where an engine hangs; the caller's deadline is for that."""
     try:
-        await engine.status()  # from now on it knows what it would admit
-        await engine.load_adapters()
-        if scheduler is not None and scheduler.measures:
-            note_stage("measuring what steps cost", ENGINE)
-            await engine.measure(scheduler.measure_s)
-    except Exception as error:  # of any kind: no router will hear of this engine, so nothing else would end it
-        await asyncio.to_thread(engine.shutdown)
+        await asyncio.gather(*(_made_ready(engine, scheduler) for engine in engines))
+    except Exception as error:  # of any kind: no router will hear of these engines, so nothing else would end them
+        for engine in engines:
+            await asyncio.to_thread(engine.shutdown)
         raise EngineStartError(
             f"the engine has loaded, but cannot serve: {str(error) or type(error).__name__}"
         ) from error
+
+
+async def _made_ready(engine: Any, scheduler: SchedulerSettings | None) -> None:
+    await engine.status()  # from now on it knows what it would admit
+    await engine.load_adapters()
+    if scheduler is not None and scheduler.measures:
+        note_stage("measuring what steps cost", ENGINE)
+        await engine.measure(scheduler.measure_s)
 
 
 def _kill_engine_cores() -> None:

@@ -1,8 +1,8 @@
-"""Whole applications with models of the kinds that people serve, tiny and random: images, sliding windows."""
+"""Whole applications with models of the kinds that people serve, tiny and random: images, sliding windows, experts."""
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,20 @@ import pytest
 from tests.http_server import Asked, answering
 from tests.integration.application import EXACT, Sluice
 from tests.integration.test_scheduler_equality import picture
-from tests.random_models import write_images, write_windows
+from tests.integration.traffic import undisturbed
+from tests.random_models import write_experts, write_images, write_windows
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[Sluice]:
+def serving(folder: Path, name: str = "tiny", more: Sequence[str] = (), **settings: Any) -> Iterator[Sluice]:
     """The model in `folder`, by one replica."""
-    vllm_args = [*EXACT, "--max-model-len=1024", "--enforce-eager", "--enable-prompt-tokens-details"]
+    vllm_args = [*EXACT, "--max-model-len=1024", "--enforce-eager", "--enable-prompt-tokens-details", *more]
     one = {
         "model": str(folder),
-        "served_model_name": "tiny",
+        "served_model_name": name,
         "engine": {"replicas": 1},
         "vllm_args": vllm_args,
         **settings,
@@ -85,3 +86,19 @@ def test_prefix_hits_of_a_model_with_sliding_windows_are_known_before(tmp_path: 
         assert hits[0] == 0 and min(hits[1:]) > 200
         wait_until(lambda: sluice.counted("sluice_hit_tokens_total") == sum(hits), 60, "hits are counted")
         assert sluice.counted("sluice_wrong_hit_tokens_total") == 0
+
+
+def test_a_model_with_experts_is_served_by_ranks_that_step_together(tmp_path: Path) -> None:
+    write_experts(tmp_path)
+    with serving(tmp_path, "sluice-demo", ("--data-parallel-size", "2")) as sluice:
+        with undisturbed(sluice, streams=4, tokens=60) as traffic:
+            traffic.wait_for_whole_streams(24)
+        replicas = sluice.status()["replicas"]
+        assert [name.rpartition("-")[2] for name in sorted(replicas)] == ["rank0", "rank1"]
+        assert all(set(each["engine"]["off"]) == {"phases"} for each in replicas.values())
+        served = {name: sluice.counted("sluice_engine_busy_seconds_total", replica=name) for name in replicas}
+        assert min(served.values()) > 0
+        (before,) = sluice.engine_replicas()
+        sluice.engine_cores()[1].kill()
+        wait_until(lambda: [each.pid for each in sluice.engine_replicas()] not in ([], [before.pid]), 300, "a new one")
+        assert sluice.client().completions.create(model="sluice-demo", prompt="x", max_tokens=4).choices[0].text

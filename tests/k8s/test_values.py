@@ -312,6 +312,7 @@ ARGUMENTS = {
     "two words": (["-tp", "2", "--pipeline-parallel-size", "3"], 6),
     "one word": (["--tensor_parallel_size=4"], 4),
     "context": (["-pcp", "2"], 2),
+    "ranks": (["-tp", "2", "--data-parallel-size=3"], 6),
     "a value like an option's name": (["--seed", "-tp", "2"], 2),
 }
 

@@ -23,7 +23,7 @@ try:
 except ModuleNotFoundError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
 
-from deployments.config.vllm_args import why_refused
+from deployments.config.vllm_args import DATA_PARALLEL, why_refused
 from deployments.config.yaml_text import load_yaml
 from policies.errors import ConfigError
 
@@ -56,6 +56,8 @@ class _Refusing(FlexibleArgumentParser):
         except ConfigError as error:
             raise ConfigError(f"vllm_args: {file_path}: {error}") from None
         for option in sorted({arg.replace("_", "-") for arg in args if arg.startswith("--")}):
+            if option in DATA_PARALLEL:
+                raise ConfigError(f"vllm_args: {option} in {file_path}: name it in vllm_args itself")
             if (why := why_refused(option)) is not None:
                 raise ConfigError(f"vllm_args: {why}")
         return args

@@ -12,7 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Sequence
 from multiprocessing import connection
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import ray
@@ -25,8 +25,8 @@ from deployments.engines.vllm.frames import FrameCodec, RelayedBatch
 from policies.errors import ConfigError, EngineCallError, ReplicaLostError
 from router.wire import Buffer
 
-_ENGINE = b"\0\0"  # the name of the first engine of a client, and there is no other
-_ADD, _ABORT, _CALL = b"\x00", b"\x01", b"\x03"  # vLLM's EngineCoreRequestType
+_ADD, _ABORT, _START_WAVE, _CALL = b"\x00", b"\x01", b"\x02", b"\x03"  # vLLM's EngineCoreRequestType
+_ALL = -1  # a rank that there is not, where one may be left out
 _DEAD = b"ENGINE_CORE_DEAD"
 _END_S = 5.0  # before a process that was told to end is killed
 
@@ -38,6 +38,46 @@ class Ready(msgspec.Struct):
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """Which one it is of a data-parallel engine, from 0; an engine alone is the only one of its own.
+
+    Attributes:
+        ports: of this host, free, by which the ranks find each other.
+    """
+
+    index: int = 0
+    ports: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> bytes:
+        """In vLLM's messages."""
+        return self.index.to_bytes(2, "little")
+
+    def parallel_config(self) -> dict[str, Any]:
+        """What vLLM's is told at the handshake."""
+        if not self.ports:
+            return {}
+        first, *others = self.ports
+        return {
+            "data_parallel_master_ip": "127.0.0.1",
+            "data_parallel_master_port": first,
+            "_data_parallel_master_port_list": others,
+        }
+
+
+ALONE = Rank()
+
+
+class Group(Protocol):
+    """Of the ranks of one replica; see `deployments.engines.vllm.ranks`."""
+
+    async def added(self, link: "CoreLink") -> None: ...
+
+    async def rest(self, wave: int) -> None: ...
+
+    def died(self) -> None: ...
 
 
 def _ray_place() -> RayPlace | None:
@@ -59,9 +99,13 @@ def _end(process: Any) -> None:
 
 
 class CoreLink:
-    """An engine process and what is said to it."""
+    """An engine process and what is said to it.
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    Attributes:
+        group: of the other ranks of its replica; None where it is alone.
+    """
+
+    def __init__(self, argv: Sequence[str], rank: Rank = ALONE) -> None:
         """Starts it and blocks until it has loaded: run it in a thread.
 
         Raises:
@@ -70,6 +114,8 @@ class CoreLink:
         """
         self.codec = FrameCodec()
         self.dead = False
+        self.group: Group | None = None
+        self._rank = rank
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._batches = asyncio.Queue[RelayedBatch | None]()
@@ -81,7 +127,7 @@ class CoreLink:
         hears, tells = multiprocessing.Pipe(duplex=False)
         handshake = f"ipc://{self._folder.name}/handshake"
         self._process = multiprocessing.get_context("spawn").Process(
-            target=core_process.run, args=(list(argv), handshake, tells, _ray_place()), name="EngineCore"
+            target=core_process.run, args=(list(argv), handshake, tells, _ray_place(), rank.index), name="EngineCore"
         )
         try:
             with zmq.Socket(self._context, zmq.ROUTER) as socket, hears:
@@ -117,7 +163,7 @@ class CoreLink:
         """It says hello and is told where to listen; when it is ready, it says how it has loaded."""
         addresses = {"inputs": [f"ipc://{self._folder.name}/input"], "outputs": [f"ipc://{self._folder.name}/output"]}
         engine, _ = self._received(handshake)
-        told = {"addresses": addresses, "parallel_config": {}}
+        told = {"addresses": addresses, "parallel_config": self._rank.parallel_config()}
         handshake.send_multipart([engine, msgspec.msgpack.encode(told)])
         _, ready = self._received(zmq.Socket.shadow(self._input))
         self._received(handshake)
@@ -136,6 +182,13 @@ class CoreLink:
     async def add(self, parts: Sequence[Buffer]) -> None:
         """Raises ReplicaLostError when it has died."""
         await self._send(_ADD, parts)
+        if self.group is not None:
+            await self.group.added(self)
+
+    async def start_wave(self, wave: int) -> None:
+        """Other ranks have requests: it joins their steps."""
+        if not self.dead:
+            await self._send(_START_WAVE, [msgspec.msgpack.encode((wave, _ALL))])
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not self.dead:
@@ -169,12 +222,12 @@ class CoreLink:
         self._listen()
         if self.dead:
             raise ReplicaLostError("the engine core has died")
-        await self._input.send_multipart([_ENGINE, kind, *parts], copy=False)
+        await self._input.send_multipart([self._rank.name, kind, *parts], copy=False)
 
     def _listen(self) -> None:
         if self._listener is None:
             loop = asyncio.get_running_loop()
-            loop.add_reader(self._process.sentinel, self._died)
+            loop.add_reader(self._process.sentinel, self.died)
             self._listener = loop.create_task(self._take_all())
 
     async def _take_all(self) -> None:
@@ -183,9 +236,12 @@ class CoreLink:
                 frames = await self._output.recv_multipart(copy=False)
                 if bytes(frames[0].buffer) == _DEAD:
                     break
-                self._take(self.codec.decode_batch([frame.buffer for frame in frames]))
+                batch = self.codec.decode_batch([frame.buffer for frame in frames])
+                self._take(batch)
+                if batch.fields.wave_complete is not None and self.group is not None:
+                    await self.group.rest(batch.fields.wave_complete)
         finally:
-            self._died()
+            self.died()
 
     def _take(self, batch: RelayedBatch) -> None:
         if batch.outputs:
@@ -198,12 +254,14 @@ class CoreLink:
         else:
             waits.set_result(None if answer.result is None else answer.result[1])
 
-    def _died(self) -> None:
-        """The process has ended, or its engine has."""
+    def died(self) -> None:
+        """The process has ended, or its engine has, or that of another rank."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self.dead:
             return
         self.dead = True
+        if self.group is not None:
+            self.group.died()
         self._batches.put_nowait(None)
         for waits in self._calls.values():
             if not waits.done():

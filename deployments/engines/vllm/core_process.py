@@ -21,10 +21,12 @@ class Told(msgspec.Struct, omit_defaults=True):
     Attributes:
         kv_layout: what two replicas must have in common, besides the size of blocks, to read each other's KV cache; ""
             without a connector.
+        steps_together: ranks of a data-parallel model with experts do.
     """
 
     engine_version: str = ""
     kv_layout: str = ""
+    steps_together: bool = False
     refused: str | None = None
 
 
@@ -40,8 +42,12 @@ class RayPlace(msgspec.Struct):
     environment_and_group: bytes
 
 
-def run(argv: Sequence[str], handshake: str, telling: Connection, place: RayPlace | None) -> None:
-    """The whole life of the process: `telling` and then `handshake` hear of its start."""
+def run(argv: Sequence[str], handshake: str, telling: Connection, place: RayPlace | None, rank: int) -> None:
+    """The whole life of the process: `telling` and then `handshake` hear of its start.
+
+    Args:
+        rank: of a data-parallel engine; 0 where there is one alone.
+    """
     watch_parent()  # from the beginning: to import vLLM takes longer than a replica that is told to end has
     # As vLLM does it for whatever runs in an actor of Ray: its own workers are not forked.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
@@ -59,13 +65,14 @@ def run(argv: Sequence[str], handshake: str, telling: Connection, place: RayPlac
     if place is not None and args.distributed_executor_backend == "ray":
         parallel = config.parallel_config
         parallel.ray_runtime_env, parallel.placement_group = pickle.loads(place.environment_and_group)
-    told = Told(engine_version=ENGINE_VERSION, kv_layout=kv_layout(config))
+    together = config.parallel_config.data_parallel_size > 1 and bool(config.model_config.is_moe)
+    told = Told(engine_version=ENGINE_VERSION, kv_layout=kv_layout(config), steps_together=together)
     telling.send_bytes(msgspec.msgpack.encode(told))
     telling.close()
-    _run_core(args, config, handshake)
+    _run_core(args, config, handshake, rank)
 
 
-def _run_core(args: Namespace, config: Any, handshake: str) -> None:
+def _run_core(args: Namespace, config: Any, handshake: str, rank: int) -> None:
     with heavy_imports():
         from vllm.utils import numa_utils
         from vllm.utils.system_utils import get_mp_context
@@ -79,6 +86,8 @@ def _run_core(args: Namespace, config: Any, handshake: str) -> None:
         "handshake_address": handshake,
         "executor_class": executor,
         "log_stats": False,
+        "dp_rank": rank,
+        "local_dp_rank": rank,
     }
     with _configure_uniproc_startup_threads(executor, 1):
         if not config.parallel_config.numa_bind:
@@ -86,7 +95,7 @@ def _run_core(args: Namespace, config: Any, handshake: str) -> None:
             return
         # Only a process that starts can be bound to a node's memory.
         core = get_mp_context().Process(target=_run_here, args=(args, settings), name="EngineCore")
-        with numa_utils.configure_subprocess(config, local_rank=0, dp_local_rank=0, process_kind="EngineCore"):
+        with numa_utils.configure_subprocess(config, local_rank=0, dp_local_rank=rank, process_kind="EngineCore"):
             core.start()
     signal.signal(signal.SIGTERM, lambda *_: core.terminate())
     core.join()

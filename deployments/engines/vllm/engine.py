@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from deployments.engines.vllm.core_link import CoreLink
+from deployments.engines.vllm.core_link import ALONE, CoreLink, Rank
 from deployments.engines.vllm.frames import RelayedBatch, RelayedRequest
 from deployments.engines.vllm.measurement import loads, measure
 from policies.router.credit import late_uncounted
@@ -16,22 +16,27 @@ logger = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """vLLM's engine core in a process of its own, for the relay."""
+    """vLLM's engine core in a process of its own, for the relay.
 
-    def __init__(self, argv: Sequence[str], batch_size: int | None = None) -> None:
+    Attributes:
+        core: what speaks with it.
+    """
+
+    def __init__(self, argv: Sequence[str], batch_size: int | None = None, rank: Rank = ALONE) -> None:
         """Starts the engine and blocks until it is ready: run it in a thread.
 
         Args:
             argv: the arguments of `vllm serve`.
             batch_size: of whole batches that it is given when it is idle; None is given single requests.
+            rank: of a data-parallel engine; each is an engine of its own.
 
         Raises:
             ConfigError: the arguments are wrong, or the model does not generate text.
             RuntimeError: it did not start; the log of this process says why.
         """
-        self._core = CoreLink(argv)
-        self.codec = self._core.codec
-        self.engine_version = self._core.told.engine_version
+        self.core = CoreLink(argv, rank)
+        self.codec = self.core.codec
+        self.engine_version = self.core.told.engine_version
         self._batch_size = batch_size
         self._admits: int | None = None
         self._late = 0
@@ -46,40 +51,40 @@ class VllmEngine:
         """Requests that it may be given: its slots, and those that wait there and are late, by its last status: they
         delay no other. Of a batch those that do not fit into its cache wait in the engine: a size that followed
         what memory has let run would only shrink, for no more is ever given."""
-        slots = self._core.ready.max_num_seqs
+        slots = self.core.ready.max_num_seqs
         if self._batch_size is not None:
             return min(slots, self._batch_size)
         return min(slots, self._admits or slots) + late_uncounted(self._late, slots)
 
     @property
     def max_model_len(self) -> int:
-        return self._core.ready.max_model_len
+        return self.core.ready.max_model_len
 
     @property
     def max_batch_tokens(self) -> int:
         """Most tokens of one step."""
-        return self._core.ready.max_num_batched_tokens
+        return self.core.ready.max_num_batched_tokens
 
     @property
     def kv_layout(self) -> str:
         """What two replicas must have in common to read each other's KV cache; "" without a connector."""
-        layout = self._core.told.kv_layout
-        return f"{layout} block_size={self._core.ready.block_size}" if layout else ""
+        layout = self.core.told.kv_layout
+        return f"{layout} block_size={self.core.ready.block_size}" if layout else ""
 
     async def add(self, request: RelayedRequest) -> None:
         """Raises ReplicaLostError when the engine core has died, as all that follow."""
-        await self._core.add(self.codec.encode_request(request))
+        await self.core.add(self.codec.encode_request(request))
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._core.abort(request_ids)
+        await self.core.abort(request_ids)
 
     async def next_outputs(self) -> RelayedBatch:
-        return await self._core.next_batch()
+        return await self.core.next_batch()
 
     async def status(self) -> dict[str, Any]:
         """The engine core's own counts (running, waiting, free_blocks, total_blocks), and what the plug-in says."""
-        status = dict(await self._core.call("sluice_status"))
-        status["free_tokens"] = status["free_blocks"] * self._core.ready.block_size
+        status = dict(await self.core.call("sluice_status"))
+        status["free_tokens"] = status["free_blocks"] * self.core.ready.block_size
         self._admits, self._late = status.get("batch_size"), status.get("late_requests", 0)
         return status
 
@@ -87,7 +92,7 @@ class VllmEngine:
         """As `deployments.engines.base.Engine`, by the engine core's utility `sluice_blocks`."""
         if not self._tells_blocks:
             return None
-        told = await self._core.call("sluice_blocks", since)
+        told = await self.core.call("sluice_blocks", since)
         if isinstance(told, str):
             logger.info("routers guess what the prefix cache holds: %s", told)
             self._tells_blocks = False
@@ -101,7 +106,7 @@ class VllmEngine:
             slots=self.slots,
             max_batch_tokens=self.max_batch_tokens,
             max_model_len=self.max_model_len,
-            cache_tokens=status["total_blocks"] * self._core.ready.block_size,
+            cache_tokens=status["total_blocks"] * self.core.ready.block_size,
             draft_tokens=status.get("drafts", {}).get("most", 0),
         )
         took_s = await measure(self, given, seconds)
@@ -110,15 +115,15 @@ class VllmEngine:
 
     async def load_adapters(self) -> None:
         """Those that its arguments name. Raises an exception with vLLM's words when one cannot be loaded."""
-        await self._core.call("sluice_load_adapters")
+        await self.core.call("sluice_load_adapters")
 
     async def control(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Change the scheduler's settings. Raises an exception with the plug-in's words when one is wrong."""
-        return dict(await self._core.call("sluice_control", changes))
+        return dict(await self.core.call("sluice_control", changes))
 
     @property
     def dead(self) -> bool:
-        return self._core.dead
+        return self.core.dead
 
     def shutdown(self) -> None:
-        self._core.shutdown()
+        self.core.shutdown()

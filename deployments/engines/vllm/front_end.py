@@ -223,6 +223,7 @@ _OF_ENGINES_ALONE = (
     "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
+    "data_parallel_size",
     "enable_expert_parallel",
     "enable_eplb",
     "eplb_config",

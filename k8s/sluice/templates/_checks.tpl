@@ -109,7 +109,7 @@
 {{/* With .args: into how many parts these arguments of vLLM split an engine; empty where they do not say. */}}
 {{- define "sluice.engineParts" -}}
 {{- $parts := 1 -}}
-{{- $sizes := dict "-tp" 1 "--tensor-parallel-size" 1 "-pp" 1 "--pipeline-parallel-size" 1 "-pcp" 1 "--prefill-context-parallel-size" 1 -}}
+{{- $sizes := dict "-dp" 1 "--data-parallel-size" 1 "-tp" 1 "--tensor-parallel-size" 1 "-pp" 1 "--pipeline-parallel-size" 1 "-pcp" 1 "--prefill-context-parallel-size" 1 -}}
 {{- $elsewhere := list "--config" "--distributed-executor-backend" -}}
 {{- $said := true -}}
 {{- range $index, $arg := .args -}}

@@ -497,6 +497,7 @@ def test_an_eager_engine_on_cpus_compiles_nothing_at_all(model: str, argv: tuple
     [
         (2, ["-tp", "2"]),
         (4, ["--tensor-parallel-size=2", "-pp", "2"]),
+        (8, ["--tensor-parallel-size=2", "--data-parallel-size", "4"]),
         (0.5, []),
         (0, ["-tp", "2"]),
         (8, ["--config", "vllm.yaml"]),
@@ -506,6 +507,17 @@ def test_an_eager_engine_on_cpus_compiles_nothing_at_all(model: str, argv: tuple
 )
 def test_gpus_that_fit_or_that_the_arguments_do_not_tell_are_taken(gpus: float, argv: list[str]) -> None:
     assert config(engine={"num_gpus": gpus}, vllm_args=argv).engine.num_gpus == gpus
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [{"prefill": {}}, {"autoscaling": {"max_replicas": 2}}, over_two_nodes()],
+    ids=["prefill", "scaled", "nodes"],
+)
+def test_ranks_are_those_of_one_replica_on_one_node(engine: dict[str, Any]) -> None:
+    assert (config(vllm_args=["-dp=4"]).ranks, config().ranks, config(vllm_args=["-dp", "nonsense"]).ranks) == (4, 1, 1)
+    argv = ["--data-parallel-size", "2"]
+    assert "--data-parallel-size" in refused(engine=engine, vllm_args=argv)[""]
 
 
 @pytest.mark.parametrize("argv", [["-tp", "2"], ["-pp=2", "--distributed-executor-backend", "ray"], ["--config", "c"]])

@@ -22,7 +22,14 @@ from deployments.process.ports import SINGLE_PORTS
 from deployments.process.vllm_env import NIXL_DELAY_ENV, nixl_env, set_up_gpu_engine
 from deployments.serving.engine_replica import EngineReplica, _require_nixl, check_pairs
 from deployments.serving.live_settings import LiveSettings
-from policies.errors import ConfigError, EngineStartError, SluiceError, StateStoreAccessError, StateStoreError
+from policies.errors import (
+    ConfigError,
+    EngineStartError,
+    ReplicaLostError,
+    SluiceError,
+    StateStoreAccessError,
+    StateStoreError,
+)
 from policies.router.tickets import Assignment, Notice, Ticket
 from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo
@@ -104,7 +111,7 @@ class Fleet:
         self.engine, self.logs_by = Engine(), list[LogSettings]()
         self.store = RedisStateStore(self._redis, self.config.namespace("fake-1"))
         self.prefill_store = RedisStateStore(self._redis, self.config.prefill_namespace("fake-1"))
-        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.engine", SimpleNamespace(VllmEngine=self._build))
+        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.ranks", SimpleNamespace(started_ranks=self._build))
         monkeypatch.setattr("deployments.serving.engine_replica.log_by", self.logs_by.append)
         context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="mine"))
         monkeypatch.setattr("deployments.serving.engine_replica.serve.get_replica_context", lambda: context)
@@ -113,9 +120,9 @@ class Fleet:
     def address(self) -> str:
         return self._url.rpartition("@")[2]
 
-    def _build(self, args: object, batch_size: int | None) -> Engine:
+    def _build(self, args: object, batch_size: int | None, ranks: int) -> list[Engine]:
         self.built += 1
-        return self.engine
+        return [self.engine, *(Engine() for _ in range(ranks - 1))]
 
     async def queue(self, request_id: str) -> None:
         ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
@@ -309,7 +316,7 @@ async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fl
     replica = new_replica()
     await fleet.start(replica)
     fleet.engine.token_s = 0.01
-    assert replica._relay.slots == fleet.engine.slots
+    assert replica._relays[0].slots == fleet.engine.slots
     changed = with_live(
         fleet.config,
         {
@@ -320,9 +327,28 @@ async def test_a_replica_goes_by_what_routers_tell_of_changed_settings(fleet: Fl
     )
     await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
     await until(lambda: fleet.engine.controlled.get("mode") == "mixed")
-    assert (replica._terms.now.max_wait_s, replica._relay._board.prompts.max_unread_tokens) == (7, 50)
+    assert (replica._terms.now.max_wait_s, replica._relays[0]._board.prompts.max_unread_tokens) == (7, 50)
     assert fleet.logs_by == [LogSettings(), LogSettings(level="DEBUG")]
     await fleet.store._redis.flushall()
     await asyncio.sleep(0.2)  # some heartbeats
     assert replica._terms.now.max_wait_s == 7, "nobody tells of others"
     await replica.leave()
+
+
+async def test_each_rank_is_a_replica_for_routers_and_all_go_by_the_same_settings(fleet: Fleet) -> None:
+    engine = fleet.config.engine.model_copy(update={"prefill": None})
+    fleet.config = fleet.config.model_copy(update={"vllm_args": ("--data-parallel-size", "2"), "engine": engine})
+    fleet.store = RedisStateStore(fleet._redis, fleet.config.namespace("fake-1"))
+    replica = new_replica()
+    await fleet.start(replica)
+    assert {info.replica_id for info in await fleet.store.replica_infos()} == {"mine-rank0", "mine-rank1"}
+    changed = with_live(fleet.config, {"engine": {"scheduler": {"mode": "mixed"}}})
+    await LiveSettings(fleet.store, fleet.config).tell({}, EngineTerms.of(fleet.config, changed, "decode"))
+    await until(lambda: all(engine.controlled.get("mode") == "mixed" for engine in replica._engines))
+    replica.check_health()
+    replica._relays[1]._give_up()
+    with pytest.raises(ReplicaLostError):
+        replica.check_health()
+    await replica.leave()
+    assert await fleet.store.replica_infos() == []
+    assert all(engine.ended for engine in replica._engines)

@@ -13,7 +13,7 @@ import pytest
 from deployments.config.application import AppConfig
 from deployments.config.engine import EngineSection, GangSection
 from deployments.config.lengths import BinsSection
-from deployments.serving.engine_start import started_engine
+from deployments.serving.engine_start import started_engines
 from policies.errors import EngineStartError
 from tests.fakes import FakeEngine
 from tests.waiting import until
@@ -55,7 +55,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None
     """Puts something else in the place of vLLM."""
 
     def stands_in(make: Callable[..., Any]) -> None:
-        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.engine", SimpleNamespace(VllmEngine=make))
+
+        def ranks(argv: list[str], batch_size: int | None, count: int) -> list[Any]:
+            return [make(argv, batch_size) for _ in range(count)]
+
+        monkeypatch.setitem(sys.modules, "deployments.engines.vllm.ranks", SimpleNamespace(started_ranks=ranks))
         monkeypatch.setattr("deployments.serving.engine_start.last_line", lambda logs: "Loading weights: 3 of 9")
         monkeypatch.setattr("deployments.serving.engine_start.last_error", lambda log: "ValueError: no memory left")
 
@@ -75,7 +79,7 @@ async def test_an_engine_that_does_not_start_says_why(vllm: Any) -> None:
 
     vllm(fails)
     with pytest.raises(EngineStartError, match="did not start: ValueError: no memory left"):
-        await started_engine(AppConfig(model="m"), "decode")
+        await started_engines(AppConfig(model="m"), "decode")
 
 
 async def test_an_engine_that_never_starts_is_ended_within_its_time(vllm: Any) -> None:
@@ -88,7 +92,7 @@ async def test_an_engine_that_never_starts_is_ended_within_its_time(vllm: Any) -
 
     vllm(hangs)
     with pytest.raises(EngineStartError, match=r"within 4 s \(engine.start_timeout_s\).*Loading weights: 3 of 9"):
-        await started_engine(within(4.0), "decode")
+        await started_engines(within(4.0), "decode")
     await until(lambda: not started[0].is_alive())
 
 
@@ -98,7 +102,7 @@ async def test_an_engine_that_loads_and_then_answers_nothing_is_ended_within_its
     engine.hangs = question == "status"
     vllm(lambda *args: engine)
     with pytest.raises(EngineStartError, match=r"within 0.5 s \(engine.start_timeout_s\)"):
-        await started_engine(within(0.5), "decode")
+        await started_engines(within(0.5), "decode")
     await until(lambda: not engine.process.is_alive())
 
 
@@ -110,7 +114,7 @@ async def test_an_engine_that_refuses_its_adapters_is_shut_down_and_says_why(vll
     engine = Adapting(refuse)
     vllm(lambda *args: engine)
     with pytest.raises(EngineStartError, match="has loaded, but cannot serve: no such rank"):
-        await started_engine(within(600.0), "decode")
+        await started_engines(within(600.0), "decode")
     assert engine.ended
 
 
@@ -120,13 +124,13 @@ async def test_a_time_limit_of_the_engines_own_is_not_taken_for_ours(vllm: Any) 
 
     vllm(fails)
     with pytest.raises(TimeoutError, match="the hub of models"):
-        await started_engine(within(600.0), "decode")
+        await started_engines(within(600.0), "decode")
 
 
 async def test_a_start_that_is_cancelled_leaves_no_engine(vllm: Any) -> None:
     engine = Adapting(for_ever)
     vllm(lambda *args: engine)
-    starting = asyncio.create_task(started_engine(within(600.0), "decode"))
+    starting = asyncio.create_task(started_engines(within(600.0), "decode"))
     await until(engine.process.is_alive)
     await asyncio.sleep(0.1)
     starting.cancel()
@@ -148,5 +152,19 @@ async def test_an_engine_is_told_how_many_make_a_batch_where_it_takes_batches(
     vllm(starts)
     gang = GangSection(batch_size=24) if dispatch == "batches" else GangSection()
     config = AppConfig(model="m", bins=BinsSection(dispatch=dispatch), engine=EngineSection(gang=gang))
-    (await started_engine(config, "decode")).shutdown()
+    (engine,) = await started_engines(config, "decode")
+    engine.shutdown()
     assert given == [told]
+
+
+async def test_where_one_rank_cannot_serve_none_is_left(vllm: Any) -> None:
+    async def refuse() -> NoReturn:
+        raise ValueError("no such rank")
+
+    engines = [Adapting(nothing), Adapting(refuse)]
+    waiting = iter(engines)
+    vllm(lambda *args: next(waiting))
+    config = AppConfig(model="m", vllm_args=("--data-parallel-size", "2"))
+    with pytest.raises(EngineStartError, match="cannot serve: no such rank"):
+        await started_engines(config, "decode")
+    assert [engine.ended for engine in engines] == [True, True]

@@ -337,17 +337,11 @@ async def test_an_engine_that_tells_no_hits_is_asked_once_and_says_why(
         asked.append(call)
         return "prefix caching is off"
 
-    monkeypatch.setattr("deployments.engines.vllm.engine.CoreLink", lambda _: core_link(call=answer))
+    monkeypatch.setattr("deployments.engines.vllm.engine.CoreLink", lambda *_: core_link(call=answer))
     engine = VllmEngine([])
     with caplog.at_level(logging.INFO):
         assert [await engine.cached_blocks(None) for _ in range(3)] == [None] * 3
     assert (asked, caplog.text.count("prefix caching is off")) == ([("sluice_blocks", None)], 1)
-
-
-def test_of_ranks_with_a_cache_each_none_is_told() -> None:
-    core = core_of(VirtualEngine(enable_prefix_caching=True))
-    core.scheduler.parallel_config = SimpleNamespace(data_parallel_size=2)
-    assert core_blocks(core, None) == "data parallelism"
 
 
 def test_the_block_that_a_draft_model_needs_again_is_no_hit() -> None:

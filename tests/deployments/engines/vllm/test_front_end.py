@@ -89,7 +89,7 @@ async def test_an_engine_of_batches_offers_a_whole_one_whatever_memory_let_run(m
     async def status(_: str) -> dict[str, int]:
         return {"batch_size": 3, "late_requests": 2, "free_blocks": 9}
 
-    monkeypatch.setattr(vllm_engine, "CoreLink", lambda _: core_link(call=status))
+    monkeypatch.setattr(vllm_engine, "CoreLink", lambda *_: core_link(call=status))
     single, batches = VllmEngine([]), VllmEngine([], batch_size=24)
     for engine in (single, batches):
         await engine.status()
@@ -191,6 +191,13 @@ def in_file(argv: list[str], folder: Path) -> str:
     file = folder / "args.yaml"
     file.write_text(yaml.safe_dump(items))
     return str(file)
+
+
+def test_ranks_are_named_where_replicas_see_them(tmp_path: Path) -> None:
+    argv = ["--data-parallel-size", "2"]
+    assert parse_vllm_args(["--model", "m", *argv]).data_parallel_size == 2
+    with pytest.raises(ConfigError, match="name it in vllm_args itself"):
+        parse_vllm_args(["--model", "m", "--config", in_file(argv, tmp_path)])
 
 
 def test_a_short_form_of_a_refused_argument_is_refused() -> None:

@@ -174,7 +174,7 @@ async def test_after_a_reset_nothing_is_taken_to_be_cached(service: Service) -> 
     await router.ask(prompt)
     await service.told()
     assert (await router.ask(prompt))[:2] == (448 - 448 % BLOCK, 448 - 448 % BLOCK)
-    assert await service.engine._core.call("reset_prefix_cache")
+    assert await service.engine.core.call("reset_prefix_cache")
     await service.told()
     assert (await router.ask(prompt))[:2] == (0, 0)
 
