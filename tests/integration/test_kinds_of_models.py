@@ -19,6 +19,9 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
+WITH_EXPERTS = ("--worker-extension-cls", "tests.experts_on_cpus.ExpertsOnCpus")
+
+
 @contextmanager
 def serving(folder: Path, name: str = "tiny", more: Sequence[str] = (), **settings: Any) -> Iterator[Sluice]:
     """The model in `folder`, by one replica."""
@@ -90,7 +93,7 @@ def test_prefix_hits_of_a_model_with_sliding_windows_are_known_before(tmp_path: 
 
 def test_a_model_with_experts_is_served_by_ranks_that_step_together(tmp_path: Path) -> None:
     write_experts(tmp_path)
-    with serving(tmp_path, "sluice-demo", ("--data-parallel-size", "2")) as sluice:
+    with serving(tmp_path, "sluice-demo", ("--data-parallel-size", "2", *WITH_EXPERTS)) as sluice:
         with undisturbed(sluice, streams=4, tokens=60) as traffic:
             traffic.wait_for_whole_streams(24)
         replicas = sluice.status()["replicas"]

@@ -22,6 +22,7 @@ from tests.random_models import write_experts
 from tests.waiting import until
 
 TOKENS = 12
+WITH_EXPERTS = ("--worker-extension-cls", "tests.experts_on_cpus.ExpertsOnCpus")
 
 
 class Link:
@@ -126,7 +127,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     @asynccontextmanager
     async def starting(model: Path, ranks: int) -> AsyncIterator[Running]:
         argv = ["--model", str(model), *DEMO_ARGS, "--dtype", "float32"]
-        parallel = ["--data-parallel-size", str(ranks)] if ranks > 1 else []
+        parallel = ["--data-parallel-size", str(ranks), *WITH_EXPERTS] if ranks > 1 else []
         engines = await asyncio.to_thread(started_ranks, [*argv, *parallel], None, ranks)
         running = Running(engines)
         try:
@@ -161,7 +162,7 @@ async def test_each_rank_answers_as_one_engine_alone_does(started: Started, tmp_
         for _ in range(20):  # into the rest of the one before, or just before it
             assert await running.asked(1, PROMPTS[0]) == expected[0]
         statuses = [await engine.status() for engine in running.engines]
-        assert [("phases" in status["off"]) for status in statuses] == [experts, experts]
+        assert ["data_parallel" in status["off"]["phases"] for status in statuses] == [experts, experts]
         assert all("exact_hits" not in status["off"] for status in statuses)
 
 
