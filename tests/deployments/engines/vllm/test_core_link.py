@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from deployments.engines.vllm import core_process
-from deployments.engines.vllm.core_link import CoreLink
+from deployments.engines.vllm.core_link import CoreLink, Rank
 from deployments.engines.vllm.core_process import Told
 from policies.errors import ConfigError, EngineCallError, ReplicaLostError
 from tests.waiting import until
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 READY = {"max_model_len": 100, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64, "dtype": "float32"}
 
 
-def play(argv: list[str], handshake: str, telling: Connection, place: object) -> None:
+def play(argv: list[str], handshake: str, telling: Connection, place: object, rank: int) -> None:
     """In the engine process; `argv` says what happens."""
     if "is refused" in argv:
         telling.send_bytes(msgspec.msgpack.encode(Told(refused="vllm_args: no such model")))
@@ -34,12 +34,13 @@ def play(argv: list[str], handshake: str, telling: Connection, place: object) ->
         return
     context = zmq.Context()
     greets = context.socket(zmq.DEALER)
-    greets.identity = b"\0\0"
+    greets.identity = rank.to_bytes(2, "little")
     greets.connect(handshake)
     greets.send(msgspec.msgpack.encode({"status": "HELLO"}))
-    addresses = msgspec.msgpack.decode(greets.recv())["addresses"]
+    told = msgspec.msgpack.decode(greets.recv())
+    addresses = told["addresses"]
     comes, goes = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-    comes.identity = b"\0\0"
+    comes.identity = greets.identity
     comes.connect(addresses["inputs"][0])
     goes.connect(addresses["outputs"][0])
     comes.send(msgspec.msgpack.encode(READY))
@@ -47,6 +48,9 @@ def play(argv: list[str], handshake: str, telling: Connection, place: object) ->
     while True:
         kind, *parts = comes.recv_multipart()
         given = msgspec.msgpack.decode(parts[0])
+        if kind == b"\x02":  # in which it rests at once
+            goes.send(msgspec.msgpack.encode([rank, [["seen", given]], None, 1.0, None, None, given[0]]))
+            continue
         if kind != b"\x03":
             goes.send(msgspec.msgpack.encode([0, [["seen", [kind[0]]]]]))
             continue
@@ -57,6 +61,8 @@ def play(argv: list[str], handshake: str, telling: Connection, place: object) ->
             goes.send(b"ENGINE_CORE_DEAD")
         elif method == "refuse":
             goes.send(msgspec.msgpack.encode([0, [], None, 1.0, [number, "no such setting", None]]))
+        elif method == "parallel":
+            goes.send(msgspec.msgpack.encode([0, [], None, 1.0, [number, None, [None, told["parallel_config"]]]]))
         elif method == "echo":
             goes.send(msgspec.msgpack.encode([0, [], None, 1.0, [number, None, [None, arguments]]]))
 
@@ -85,6 +91,46 @@ async def test_an_engine_process_says_what_it_is_and_answers_calls(link: CoreLin
     await link.abort(["a"])
     batches = [await link.next_batch() for _ in range(2)]
     assert [batch.outputs[0].new_token_ids for batch in batches] == [[0], [1]]
+
+
+class Group:
+    """Of one rank; notes what it hears."""
+
+    def __init__(self, link: CoreLink) -> None:
+        self.heard: list[object] = []
+        link.group = self
+
+    async def added(self, link: CoreLink) -> None:
+        self.heard.append("added")
+
+    async def rest(self, wave: int) -> None:
+        self.heard.append(wave)
+
+    def died(self) -> None:
+        self.heard.append("died")
+
+
+async def test_a_rank_has_a_name_of_its_own_and_its_group_hears_of_it() -> None:
+    link = await asyncio.to_thread(CoreLink, ["serves"], Rank(3, (7001, 7002, 7003)))
+    group = Group(link)
+    assert await link.call("parallel") == {
+        "data_parallel_master_ip": "127.0.0.1",
+        "data_parallel_master_port": 7001,
+        "_data_parallel_master_port_list": [7002, 7003],
+    }
+    await link.add([msgspec.msgpack.encode(["a"])])
+    await link.start_wave(5)
+    batches = [await link.next_batch() for _ in range(2)]
+    assert [batch.outputs[0].new_token_ids for batch in batches] == [[0], [5, -1]]
+    await until(lambda: group.heard == ["added", 5])
+    with pytest.raises(ReplicaLostError):
+        await link.call("end")
+    assert group.heard == ["added", 5, "died"]
+    await asyncio.to_thread(link.shutdown)
+
+
+async def test_an_engine_alone_is_told_of_no_others(link: CoreLink) -> None:
+    assert await link.call("parallel") == {}
 
 
 @pytest.mark.parametrize("how", ["end", "fail"])

@@ -79,10 +79,16 @@ def test_the_fields_with_arrays_are_all_that_have_any() -> None:
 
 
 def test_messages_are_named_as_in_vllm() -> None:
-    kinds = (EngineCoreRequestType.ADD, EngineCoreRequestType.ABORT, EngineCoreRequestType.UTILITY)
-    assert tuple(kind.value for kind in kinds) == (core_link._ADD, core_link._ABORT, core_link._CALL)
+    vllms = EngineCoreRequestType
+    kinds = {
+        vllms.ADD: core_link._ADD,
+        vllms.ABORT: core_link._ABORT,
+        vllms.START_DP_WAVE: core_link._START_WAVE,
+        vllms.UTILITY: core_link._CALL,
+    }
+    assert {kind.value: ours for kind, ours in kinds.items()} == {ours: ours for ours in kinds.values()}
     assert core_link._DEAD == EngineCoreProc.ENGINE_CORE_DEAD
-    assert (0).to_bytes(2, "little") == core_link._ENGINE
+    assert [core_link.Rank(number).name for number in (0, 258)] == [b"\0\0", b"\2\1"]
 
 
 def test_a_request_reaches_the_engine_as_its_router_sent_it_but_for_its_name_and_its_trace() -> None:
