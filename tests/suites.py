@@ -27,8 +27,10 @@ class Suite:
     """
     touched_by: beginnings of paths; beside these the suite's own paths and EVERYWHERE.
     options: of pytest, in the place of `-m long`.
+    module: what runs them, as pytest does.
     beside: runs while the one before it runs, for both are mostly waited for.
     by_name_alone: neither `make test-all` nor CI has the time for it.
+    in_ci: whether a change of what it is about runs it there too.
     """
 
     name: str
@@ -38,10 +40,12 @@ class Suite:
     options: tuple[str, ...] = ("-m", "long")
     beside: bool = False
     by_name_alone: bool = False
+    in_ci: bool = True
+    module: str = "pytest"
 
     @property
     def command(self) -> list[str]:
-        pytest = [sys.executable, "-m", "pytest", "--durations=15", *self.options, *self.paths]
+        pytest = [sys.executable, "-m", self.module, "--durations=15", *self.options, *self.paths]
         return [*STAGE, self.name, self.what, *pytest]
 
     def is_touched(self, files: Collection[str]) -> bool:
@@ -70,6 +74,20 @@ SUITES = (
         ("tests/deployments", "tests/integration/test_scheduler_equality.py"),
         ("deployments/engines/", "policies/engine/", "policies/gang/", "deployments/command/"),
         options=("-m", "long", "-n", "2", "--dist", "loadfile"),
+    ),
+    Suite(
+        "release",
+        "the release of vLLM before the pinned one",
+        (
+            "tests/deployments/engines",
+            "tests/deployments/serving",
+            "tests/integration/test_scheduler_equality.py",
+            "tests/integration/test_prefill_decode.py",
+        ),
+        ("deployments/engines/", "requirements/"),
+        options=("-m", "not soak", "-n", "2", "--dist", "loadfile"),
+        in_ci=False,
+        module="tests.another_release",
     ),
     Suite(
         "predictor",
@@ -170,7 +188,7 @@ def main() -> int:
     chosen = [suite for suite in SUITES if suite.name in options.names or not (options.names or suite.by_name_alone)]
     if options.touched:
         files = touched_files(options.touched)
-        chosen = [suite for suite in chosen if suite.is_touched(files)]
+        chosen = [suite for suite in chosen if suite.in_ci and suite.is_touched(files)]
     if options.list:
         for suite in chosen:
             print(f"{suite.name:16}{suite.what}")

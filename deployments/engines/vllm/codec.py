@@ -143,7 +143,10 @@ class VllmCodec:
         return batch.outputs
 
     def keep(self, batch: EngineCoreOutputs, outputs: Sequence[Output]) -> EngineCoreOutputs:
-        return EngineCoreOutputs(outputs=list(outputs), timestamp=batch.timestamp, weight_version=batch.weight_version)
+        kept = EngineCoreOutputs(outputs=list(outputs), timestamp=batch.timestamp)
+        if hasattr(batch, "weight_version"):  # vLLM 0.32
+            kept.weight_version = batch.weight_version
+        return kept
 
     def drop_first(self, output: Any, tokens: int) -> None:
         rest = len(output.new_token_ids) - tokens

@@ -1,9 +1,10 @@
 """vLLM's structures as a relay needs them: without vLLM, whose import takes seconds and hundreds of megabytes.
 
 A relay looks at a few fields. All others pass through as they came: they are msgpack, and large arrays stand behind
-them in buffers of their own, by number. So what is here has vLLM's fields in vLLM's order, without their types
-(`tests/deployments/engines/vllm/test_frames.py` holds the two together), and an engine of another version is refused
-at the handshake.
+them in buffers of their own, by number. So what is here has vLLM's fields in vLLM's order, without their types, those
+of the latest release at the end: an earlier one passes over them
+(`tests/deployments/engines/vllm/test_frames.py` holds the two together). An engine of another version is refused at the
+handshake.
 """
 
 from collections.abc import Sequence

@@ -21,6 +21,9 @@ def request(params: SamplingParams | None, prompt: list[int] | None = None, **fi
     )
 
 
+MARKS = {"watermarking"} & set(SamplingParams.__struct_fields__)  # of vLLM 0.32
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -28,7 +31,12 @@ def request(params: SamplingParams | None, prompt: list[int] | None = None, **fi
         {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "logprobs": 3},
         {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1, "min_tokens": 2},
         {"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True, "max_tokens": 7, "n": 2},
-        {"logit_bias": {3: 1.0}, "allowed_token_ids": [1, 2], "watermarking": False, "extra_args": {"sluice": {}}},
+        {
+            "logit_bias": {3: 1.0},
+            "allowed_token_ids": [1, 2],
+            **dict.fromkeys(MARKS, False),
+            "extra_args": {"sluice": {}},
+        },
     ],
 )
 def test_what_is_obeyed_may_be_asked_for(params: dict[str, Any]) -> None:
@@ -41,7 +49,7 @@ def test_what_is_obeyed_may_be_asked_for(params: dict[str, Any]) -> None:
         ("prompt_logprobs", 0),
         ("structured_outputs", StructuredOutputsParams(json="{}")),
         ("thinking_token_budget", 4),
-        ("watermarking", True),
+        *((name, True) for name in MARKS),
         ("logprob_token_ids", [1]),
     ],
 )
