@@ -224,6 +224,7 @@ class BatchState(NamedTuple):
         in_flight: steps that were scheduled and have no result yet; their `step_s` is what they have taken so far. Of
             requests that run, `output_tokens` counts what these make.
         draft_tokens: drafted tokens that the next step verifies; None where nothing is drafted.
+        encoder_tokens: of images or sounds, which the encoder takes whole in the next step that reads a prompt.
     """
 
     now_s: float
@@ -241,6 +242,7 @@ class BatchState(NamedTuple):
     unread: Unread = Unread()
     in_flight: tuple["StepResult", ...] = ()
     draft_tokens: int | None = None
+    encoder_tokens: int = 0
 
     @property
     def capacity_tokens(self) -> int:
@@ -339,7 +341,8 @@ class StepResult(NamedTuple):
         preempted: requests that were preempted in this step: their KV is lost.
         prefill_kv_tokens: tokens of context that the prompt tokens read, summed over them (`chunk_kv_tokens`).
         draft_tokens: drafted tokens of the decoding requests that it computed.
-        accepted_tokens: of these, those that proved right.
+        encoder_tokens: of images or sounds that it encoded.
+        accepted_tokens: of the drafted ones, those that proved right.
         finished: requests that ended with this step.
     """
 
@@ -356,6 +359,7 @@ class StepResult(NamedTuple):
     preempted: int = 0
     prefill_kv_tokens: int = 0
     draft_tokens: int = 0
+    encoder_tokens: int = 0
     accepted_tokens: int = 0
     finished: tuple[FinishedRequest, ...] = ()
 
@@ -423,6 +427,15 @@ class Priced(Protocol):
     def decode_price(self, kv_tokens: float) -> tuple[float, float] | None:
         """Seconds of a step of decodes besides their tokens, at that context in sum, and of each token of theirs,
         drafted or not; None while not known."""
+
+
+@runtime_checkable
+class Encoding(Protocol):
+    """A batch policy that knows what images and sounds cost. A driver then counts them in what is to be read."""
+
+    @property
+    def media_price(self) -> float:
+        """As of ``StepTimes``."""
 
 
 @runtime_checkable
@@ -495,11 +508,21 @@ class StepCoefficients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Step seconds of one engine: a form for each kind of step, because their fixed costs differ."""
+    """Step seconds of one engine: a form for each kind of step, because their fixed costs differ.
+
+    Attributes:
+        encoder_s: seconds that encoding a token of images or sounds takes, in whatever step.
+    """
 
     prefill: StepCoefficients
     decode: StepCoefficients
     mixed: StepCoefficients
+    encoder_s: float = 0.0
+
+    @property
+    def media_price(self) -> float:
+        """What encoding a token of images or sounds takes, in tokens of a prompt; 0 while it is not known."""
+        return self.encoder_s / self.prefill.prefill_s if self.prefill.prefill_s > 0.0 else 0.0
 
     def step_s(
         self,
@@ -508,8 +531,9 @@ class StepTimes:
         decode_requests: float = 0.0,
         kv_tokens: float = 0.0,
         prefill_kv_tokens: float = 0.0,
+        encoder_tokens: float = 0.0,
     ) -> float:
-        """Seconds of a step with this content; 0 for an empty one.
+        """Seconds of a step with this content; 0 for an empty one, and for media without a prompt.
 
         A mixed step takes at least as long as its decodes alone: a fitted interference below zero is no licence to
         go beneath that where few prompt tokens meet many decodes.
@@ -517,7 +541,8 @@ class StepTimes:
         if not decode_requests:
             if not prefill_tokens:
                 return 0.0
-            return self.prefill.step_s(prefill_tokens=prefill_tokens, prefill_kv_tokens=prefill_kv_tokens)
+            alone_s = self.prefill.step_s(prefill_tokens=prefill_tokens, prefill_kv_tokens=prefill_kv_tokens)
+            return alone_s + self.encoder_s * encoder_tokens
         alone_s = self.decode.step_s(decode_requests=decode_requests, kv_tokens=kv_tokens)
         if not prefill_tokens:
             return alone_s
@@ -527,4 +552,4 @@ class StepTimes:
             kv_tokens=kv_tokens,
             prefill_kv_tokens=prefill_kv_tokens,
         )
-        return max(alone_s, mixed_s)
+        return max(alone_s, mixed_s) + self.encoder_s * encoder_tokens

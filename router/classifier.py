@@ -40,11 +40,13 @@ class Classified:
     """A ticket, and what is known besides.
 
     Attributes:
-        tokens: of the prompt and the predicted answer together.
+        prompt_tokens: of the prompt, with what encoding its images takes in such tokens.
+        tokens: of these and the predicted answer together.
         planned_key: the deadline key by the policies when the ticket does not follow them, else None.
     """
 
     ticket: Ticket
+    prompt_tokens: int
     tokens: float
     planned_key: float | None = None
 
@@ -147,7 +149,9 @@ class Classifier:
         predicted = None if prediction is None else _within(prediction.mean_tokens, size)
         output_tokens = _within(self._default_output_tokens, size) if predicted is None else predicted
         prefixes = self.prefixes.hits(size, replica_ids)
-        request_work_s = self._work_s(size, output_tokens, arrival_s, max((hit for _, hit in prefixes), default=0))
+        priced_tokens = size.prompt_tokens + round(self._step_times.media_price * size.media_tokens)
+        hit_tokens = max((hit for _, hit in prefixes), default=0)
+        request_work_s = self._work_s(size, priced_tokens, output_tokens, arrival_s, hit_tokens)
         terms, late_key = self._terms.now, None
         fills_idle = terms.fills_idle.get(slo_class)
         short_tokens = 0.0 if prediction is None else _within(prediction.quantile_tokens.get(LOW, 0.0), size)
@@ -158,11 +162,11 @@ class Classifier:
                 promise.ttft_s,
                 due_s=its_due.due_s,
                 fills_idle=fills_idle,
-                prompt_tokens=size.prompt_tokens,
+                prompt_tokens=priced_tokens,
                 late_patience_s=terms.late_patience_s,
             )
         else:
-            key = terms.order.key(arrival_s, slo_class, request_work_s, size.prompt_tokens)
+            key = terms.order.key(arrival_s, slo_class, request_work_s, priced_tokens)
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=self._bins.assign(predicted, slo_class=slo_class),
@@ -174,7 +178,7 @@ class Classifier:
             deadline_s=its_due.starts_by_s,
             tpot_s=promise.tpot_s,
             late_key=late_key,
-            unread_tokens=size.prompt_tokens,
+            unread_tokens=priced_tokens,
             prefixes=prefixes,
             prompt_token_s=self._step_times.prefill.prefill_s,
             step_s=self._step_times.decode.overhead_s,
@@ -183,11 +187,11 @@ class Classifier:
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
-        tokens = size.prompt_tokens + output_tokens
+        tokens = priced_tokens + output_tokens
         if self._mode == "full":
-            return Classified(ticket, tokens)
+            return Classified(ticket, priced_tokens, tokens)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
-        return Classified(_as_stock(ticket, arrival_s), tokens, planned_key)
+        return Classified(_as_stock(ticket, arrival_s), priced_tokens, tokens, planned_key)
 
     def _due(self, arrival_s: float, promise: Promise, request_work_s: float, short_tokens: float) -> Due:
         """short_tokens: of its answer, if it is short; 0 where nothing says so."""
@@ -205,12 +209,14 @@ class Classifier:
             self._metrics.predictor_fallbacks.labels(slo_class).inc()
         return prediction
 
-    def _work_s(self, size: RequestSize, output_tokens: float, arrival_s: float, hit_tokens: int) -> float:
-        """Where most of its prompt is cached."""
+    def _work_s(
+        self, size: RequestSize, priced_tokens: int, output_tokens: float, arrival_s: float, hit_tokens: int
+    ) -> float:
+        """Where most of its prompt is cached; what its images take counts as further tokens of it."""
         view = RequestView(
             request_id=size.request_id,
             arrival_s=arrival_s,
-            prompt_tokens=size.prompt_tokens,
+            prompt_tokens=priced_tokens,
             cached_tokens=hit_tokens,
         )
         return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)

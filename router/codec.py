@@ -34,6 +34,7 @@ class RequestSize:
 
     Attributes:
         min_output_tokens: the answer does not end before, so it counts as no shorter.
+        media_tokens: of the prompt, those that stand for images and sounds, which are encoded first.
         salt: prompts have a prefix in common only where this is equal too.
         blocks: of its prompt; none where no replica tells what it has cached.
         hashing: by which they were hashed.
@@ -44,6 +45,7 @@ class RequestSize:
     prompt_tokens: int
     max_output_tokens: int | None
     min_output_tokens: int = 0
+    media_tokens: int = 0
     prompt_token_ids: Sequence[int] = ()
     salt: str = ""
     blocks: BlockHashes = ()

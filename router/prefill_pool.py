@@ -88,7 +88,7 @@ class PrefillClassifier:
             prompt_token_s=self._policy.prompt_token_s,
             step_s=self._policy.step_s,
         )
-        return Classified(ticket, size.prompt_tokens)
+        return Classified(ticket, size.prompt_tokens, size.prompt_tokens)
 
     def observe(
         self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False

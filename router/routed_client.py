@@ -144,7 +144,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         arrival_s, replica_ids = self.queueing.arrival_s(timing), self.connections.replica_ids
         classified = self.classifier.ticket(size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise)
         entry = self._entry(request, size, classified, timing, foresight)
-        entry.bill, entry.preparation = Bill.of(tenant, size.prompt_tokens, classified.tokens), preparation
+        entry.bill, entry.preparation = Bill.of(tenant, classified.prompt_tokens, classified.tokens), preparation
         self.ledger.add(entry)
         try:
             limits = self.entrance.limits(classified, tenant)

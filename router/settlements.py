@@ -24,7 +24,8 @@ class Bill:
 
     Attributes:
         quota: of tokens, and what is charged when the request is queued.
-        prompt_tokens: of the client's own prompt; that of a request that was moved holds a part of its answer too.
+        prompt_tokens: of the client's own prompt, as they are priced; that of a request that was moved holds a part of
+            its answer too.
         charged_tokens: None before the request was taken, and where that is unknown: then nothing follows.
     """
 

@@ -156,9 +156,12 @@ def read_calibration(path: Path) -> tuple[StepTimes, int | None]:
 
 
 def _coefficients(found: dict[str, dict[str, float]]) -> tuple[StepTimes, int | None]:
-    forms = {phase.value: StepCoefficients(**found[phase.value]) for phase in Phase}
+    prefill, decode, mixed = (
+        StepCoefficients(**found[phase.value]) for phase in (Phase.PREFILL, Phase.DECODE, Phase.MIXED)
+    )
     cache_tokens = found.get("cache_tokens")
-    return StepTimes(**forms), None if cache_tokens is None else int(str(cache_tokens))
+    times = StepTimes(prefill=prefill, decode=decode, mixed=mixed)
+    return times, None if cache_tokens is None else int(str(cache_tokens))
 
 
 def _step(row: dict[str, str], place: str) -> tuple[int, int, int, float]:

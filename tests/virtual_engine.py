@@ -30,6 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from deployments.engines.vllm.measurement import loads
 from deployments.engines.vllm.request_metadata import RequestMetadata
+from deployments.engines.vllm.scheduler.media import encoded
 from deployments.engines.vllm.scheduler.plug_in import SluiceScheduler
 from policies.types import StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
 from tests.fakes import ManualClock
@@ -281,7 +282,11 @@ class VirtualEngine:
         self.log.append(StepLog(prefill, prefill_read, decodes, self.scheduler.max_num_scheduled_tokens, runnable))
         self.preempted += len(output.preempted_req_ids or ())
         took_s = self.times.step_s(
-            prefill_tokens=prefill, decode_requests=decodes, kv_tokens=context, prefill_kv_tokens=prefill_read
+            prefill_tokens=prefill,
+            decode_requests=decodes,
+            kv_tokens=context,
+            prefill_kv_tokens=prefill_read,
+            encoder_tokens=encoded(self.scheduler.requests, output.scheduled_encoder_inputs),
         )
         took_s += self.times.mixed.decode_s * sum(map(len, output.scheduled_spec_decode_tokens.values()))
         took_s = took_s or EMPTY_STEP_S * (not self._queue)

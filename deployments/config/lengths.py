@@ -84,10 +84,14 @@ class BinsSection(Section):
 # Llama-3.1-8B in bf16 on an H100, decodes at 512 tokens of context, derived from AIConfigurator's kernel tables. Only
 # ratios matter while all replicas are alike.
 _PREFILL_S, _DECODE_STEP_S, _DECODE_S = 19.1e-6, 5.4e-3, 38e-6
+# A vision tower of 0.6 billion parameters, as Qwen2.5-VL's, sees four patches for a token of the prompt; the model has
+# 8 billion.
+_ENCODER_S = 0.3 * _PREFILL_S
 USUAL_STEP_TIMES = StepTimes(
     prefill=StepCoefficients(overhead_s=0.0, prefill_s=_PREFILL_S),
     decode=StepCoefficients(overhead_s=_DECODE_STEP_S, decode_s=_DECODE_S),
     mixed=StepCoefficients(overhead_s=_DECODE_STEP_S, prefill_s=_PREFILL_S, decode_s=_DECODE_S),
+    encoder_s=_ENCODER_S,
 )
 # The last finished requests whose lengths count, for edges of bins and for the histogram.
 WINDOW_REQUESTS = 4096

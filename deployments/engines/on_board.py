@@ -121,7 +121,7 @@ class OnBoard:
         self._by_request[request_id] = self._held[engine_id] = Held(request_id, engine_id, link, prompt_tokens, trace)
         if self.prefill is not None:
             self.prefill.came(prompt_tokens, unread_tokens)
-        self.prompts.came(request_id, unread_tokens, prompt_tokens - unread_tokens)
+        self.prompts.came(request_id, unread_tokens, max(0, prompt_tokens - unread_tokens))  # images count as more
         link.request_ids.add(request_id)
         self.slots.came(request_id)
         self.idle.clear()

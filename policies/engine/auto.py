@@ -149,6 +149,12 @@ class Auto:
         decode = times.decode
         return decode.overhead_s + decode.kv_s * kv_tokens, decode.decode_s / decode.decode_tokens
 
+    @property
+    def media_price(self) -> float:
+        """As of ``Encoding``."""
+        times = self.phases.model.times()
+        return 0.0 if times is None else times.media_price
+
     def answer_price(self, context_tokens: float) -> float:
         """As of ``Paced``."""
         return self.latency.answer_price(context_tokens) if isinstance(self.latency, StepBudget) else 0.0

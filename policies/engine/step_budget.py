@@ -46,6 +46,8 @@ _TOLD_QUANTILES = (0.5, _ERROR_QUANTILE, 0.9)
 _BROKEN = 1.05
 # Least tokens that a step reads of a prompt in progress: its blocks are held in vain until it has been read.
 _LEAST_PROMPT_TOKENS = 16
+# A prompt without a promise waits this many times as long as its images take for the accounts to have them.
+_ENCODED_STEPS = 10.0
 # Of what a step that reads may take, the share of which it makes do, for predictions err.
 _FULL_ENOUGH = 0.98
 
@@ -117,13 +119,14 @@ class StepBudget:
         size = self._size(times, state, min(float(promises.min(initial=inf)), head_s) / longer)
         left, computed = _next_prompt(state)
 
-        def step_s(tokens: int) -> float:
+        def step_s(tokens: int, encoder_tokens: int = 0) -> float:
             """Seconds of a step with these prompt tokens; those beyond the next prompt are taken to read no context."""
             return times.step_s(
                 prefill_tokens=tokens,
                 decode_requests=decodes,
                 kv_tokens=context,
                 prefill_kv_tokens=chunk_kv_tokens(min(tokens, left), computed),
+                encoder_tokens=encoder_tokens,
             )
 
         full = state.max_batch_tokens
@@ -133,11 +136,18 @@ class StepBudget:
             self._planned_token_s = longer * step_s(full) / full
             return capped_plan(state, size, Limit.SLA if size < state.slots else Limit.SLOTS, steps=steps)
 
-        def fits(within_s: float, grain: int = 1) -> int:
+        def fits(within_s: float, grain: int = 1, encoder_tokens: int = 0) -> int:
             within_s = min(within_s, answers_s) / longer
-            return grain * bisect_right(range(grain, full + 1, grain), within_s, key=step_s)
+            key = partial(step_s, encoder_tokens=encoder_tokens)
+            return grain * bisect_right(range(grain, full + 1, grain), within_s, key=key)
 
-        tokens = self._readable(state, begins_s, alone_s, float(accounts[kept].min(initial=inf)), fits)
+        allowed_s = float(accounts[kept].min(initial=inf))
+        tokens = self._readable(state, begins_s, alone_s, allowed_s, fits)
+        if tokens and state.encoder_tokens and state.cuts_prompts and not state.prefilling_count:
+            beside = fits(allowed_s, encoder_tokens=state.encoder_tokens)
+            waits = _can_wait(state, begins_s, longer * step_s(tokens, state.encoder_tokens))
+            tokens = min(tokens, beside) if beside >= _LEAST_PROMPT_TOKENS or waits else tokens
+            tokens *= tokens >= _LEAST_PROMPT_TOKENS
         plan = capped_plan(state, size, Limit.SLA, steps=steps)
         return plan._replace(max_prefill_tokens=tokens)
 
@@ -224,6 +234,7 @@ class StepBudget:
             decode_requests=_decodes(result.decode_requests, result.draft_tokens, times),
             kv_tokens=result.kv_tokens,
             prefill_kv_tokens=result.prefill_kv_tokens,
+            encoder_tokens=result.encoder_tokens,
         )
         self.believed_step_s = (1.0 + self.margin) * predicted_s
         if result.decode_requests and predicted_s > 0.0:
@@ -249,11 +260,20 @@ def _in_flight_s(state: BatchState, times: StepTimes, longer: float) -> float:
             decode_requests=_decodes(one.decode_requests, one.draft_tokens, times),
             kv_tokens=one.kv_tokens,
             prefill_kv_tokens=one.prefill_kv_tokens,
+            encoder_tokens=one.encoder_tokens,
         )
         - one.step_s
         for one in state.in_flight
     )
     return sum(max(0.0, each) for each in left_s)
+
+
+def _can_wait(state: BatchState, begins_s: float, step_s: float) -> bool:
+    """Whether the next prompt, whose images take a step of so many seconds, can wait until the accounts of those that
+    decode have them: until its first token is due, and without one for as long as some such steps."""
+    head = state.waiting[0]
+    until_s = head.deadline_s if head.deadline_s < inf else head.arrival_s + _ENCODED_STEPS * step_s
+    return begins_s + step_s < until_s
 
 
 def _next_prompt(state: BatchState) -> tuple[int, int]:

@@ -8,6 +8,7 @@ Source: 003's T_iter = alpha + beta * tokens. Departures:
   exclusive batching at longer ones (ERRATA 3.13).
 * So has the context that chunks of prompts read: far into a long prompt a token costs several times the first.
 * A pure prefill right after decodes also pays for the switch; that cost lands in the prefill form's overhead.
+* A step that encodes images or sounds tells what a token of those takes, and nothing else.
 * Decodes are counted by their tokens, drafted ones too; what is told is the time of a decode with its drafts.
 
 The fit is recursive least squares with exponential forgetting in information form: the sums X'X and X'y decay, a prior
@@ -50,6 +51,7 @@ _COLUMNS = {
     Phase.DECODE: ("overhead_s", "decode_s", "kv_s"),
     Phase.MIXED: ("overhead_s", "prefill_s", "decode_s", "kv_s", "interference_s", "prefill_kv_s"),
 }
+_ENCODED_MEMORY = 0.95  # of the steps before, in what encoding takes
 _TOKENS_MEMORY = 0.02  # of the newest step, in the tokens of a decode
 # Typical sizes, so that the columns of a fit are of one magnitude.
 _SCALE = {"overhead_s": 1.0, "prefill_s": 1e3, "decode_s": 1e2, "kv_s": 1e5, "interference_s": 1e2, "prefill_kv_s": 1e7}
@@ -189,11 +191,13 @@ class StepTimeModel:
 
     Attributes:
         tokens_per_decode: that a decode takes into a step in the mean, drafts included.
+        encoder_s: seconds of encoding a token of images or sounds; 0 before any was.
     """
 
     def __init__(self, config: StepTimeConfig | None = None) -> None:
         self.config = config or StepTimeConfig()
         self.tokens_per_decode = 1.0
+        self._encoded_s = self._encoded_tokens = 0.0
         prior = self.config.prior
         self._forms = {
             phase: _Form(phase, getattr(prior, phase.value) if prior else None, self.config) for phase in Phase
@@ -203,11 +207,31 @@ class StepTimeModel:
         """Learn from one step, unless it says nothing (``StepResult.tells_time``)."""
         if not result.tells_time:
             return
+        if result.encoder_tokens:
+            self._note_encoded(result)
+            return
         kind, row = _row(result)
         self._forms[kind].add(row, result.step_s)
         if result.draft_tokens or self.tokens_per_decode != 1.0 and result.decode_requests:
             now = result.decode_tokens / result.decode_requests
             self.tokens_per_decode += _TOKENS_MEMORY * (now - self.tokens_per_decode)
+
+    @property
+    def encoder_s(self) -> float:
+        return self._encoded_s / self._encoded_tokens if self._encoded_tokens else 0.0
+
+    def _note_encoded(self, result: StepResult) -> None:
+        """What the step took beyond what it would have without."""
+        if (times := self.times()) is None:
+            return
+        without_s = times.step_s(
+            prefill_tokens=result.prefill_tokens,
+            decode_requests=result.decode_tokens / self.tokens_per_decode,
+            kv_tokens=result.kv_tokens,
+            prefill_kv_tokens=result.prefill_kv_tokens,
+        )
+        self._encoded_s = _ENCODED_MEMORY * self._encoded_s + max(0.0, result.step_s - without_s)
+        self._encoded_tokens = _ENCODED_MEMORY * self._encoded_tokens + result.encoder_tokens
 
     def measured(self, kind: Phase) -> bool:
         """Whether it has seen enough steps that held only prefill, only decodes, or both."""
@@ -231,7 +255,9 @@ class StepTimeModel:
         if not known:
             return None
         times = _complete(known)
-        return times if self.tokens_per_decode == 1.0 else _of_decodes(times, self.tokens_per_decode)
+        if self.tokens_per_decode != 1.0:
+            times = _of_decodes(times, self.tokens_per_decode)
+        return replace(times, encoder_s=self.encoder_s) if self._encoded_tokens else times
 
 
 def _of_decodes(times: StepTimes, tokens: float) -> StepTimes:

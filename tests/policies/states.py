@@ -41,7 +41,8 @@ def batch_of(*, decoding: int = 0, reading: int = 0, prompt_tokens: int = 100, u
 
 
 def queue_of(count: int, prompt_tokens: int = 100, **fields: Any) -> tuple[RequestView, ...]:
-    return tuple(RequestView(f"w{n}", arrival_s=0.0, prompt_tokens=prompt_tokens, **fields) for n in range(count))
+    told = {"arrival_s": 0.0, "prompt_tokens": prompt_tokens, **fields}
+    return tuple(RequestView(f"w{n}", **told) for n in range(count))
 
 
 def result_of(*, prefill_tokens: int = 0, decode_requests: int = 0, **fields: Any) -> StepResult:

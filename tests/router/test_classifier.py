@@ -69,13 +69,14 @@ def classifier(
     mode: Mode = "full",
     bins: MultiBinConfig = TWO_BINS,
     terms: Live[TicketTerms] | None = None,
+    step_times: StepTimes = STEP_TIMES,
 ) -> Classifier:
     order = ByClass({"fast": 1.0, "slow": 60.0})
     return Classifier(
         predictor=HistogramPredictor(),
         bins=MultiBin(bins),
         terms=terms or Live(TicketTerms(order=order)),
-        step_times=STEP_TIMES,
+        step_times=step_times,
         shared_batch_size=4,
         default_output_tokens=100,
         metrics=metrics or RouterMetrics(),
@@ -315,6 +316,17 @@ def test_what_a_replica_has_of_a_prompt_is_no_work() -> None:
     assert (ticket.unread_at("r"), ticket.unread_at("q")) == (360, 1000)
     assert ticket.work_s == ticket.work_at_s("r") == pytest.approx(0.36 + 100 * 0.0025)
     assert ticket.work_at_s("q") == pytest.approx(1.0 + 100 * 0.0025)
+
+
+def test_images_are_priced_apart_from_text() -> None:
+    media = replace(prompt(1000), media_tokens=400)
+    made = classifier(step_times=replace(STEP_TIMES, encoder_s=0.0005))
+    text, images = (made.ticket(each, "fast", "a", 0.0) for each in (prompt(1000), media))
+    assert (text.prompt_tokens, images.prompt_tokens) == (1000, 1200)
+    assert images.tokens == text.tokens + 200, "quotas"
+    assert images.ticket.unread_at("q") == 1200, "placement"
+    assert images.ticket.work_s > text.ticket.work_s
+    assert classifier().ticket(media, "fast", "a", 0.0).prompt_tokens == 1000
 
 
 def test_a_ticket_names_the_replicas_alone_that_have_most() -> None:

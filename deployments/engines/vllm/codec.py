@@ -78,6 +78,7 @@ class VllmCodec:
             prompt_tokens=prompt_tokens,
             max_output_tokens=params.max_tokens if params else 1,
             min_output_tokens=_min_output_tokens(params) if params else 0,
+            media_tokens=sum(feature.mm_position.get_num_embeds() for feature in request.mm_features or ()),
             prompt_token_ids=request.prompt_token_ids or (),
             salt=_salt(request),
         )

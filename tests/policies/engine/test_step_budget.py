@@ -232,3 +232,34 @@ class TestPhases:
         urgent = RequestView("w", arrival_s=0.0, prompt_tokens=10, deadline_s=1.0 + due_in_s)
         plan = self.auto().plan(state(np.inf)._replace(waiting=(urgent,)))
         assert (plan.phase is Phase.MIXED) is mixed
+
+
+def test_a_prompt_with_an_image_waits_until_the_accounts_have_its_encoder() -> None:
+    times = replace(TIMES, encoder_s=1e-4)  # ten times as much as a token of the prompt
+
+    def tokens(encoder_tokens: int, elapsed_s: float, **head: float) -> int | None:
+        before = state(0.1, 0.02, first_token_s=1.0 - elapsed_s)._replace(encoder_tokens=encoder_tokens)
+        before = before._replace(waiting=queue_of(1, tpot_s=0.02, **{"deadline_s": 9.0, **head}))
+        return StepBudget(lambda: times).plan(before).max_prefill_tokens
+
+    # A hundred tokens at 20 ms may take 2 s: 15 ms are left, of which a decode of two takes 5.2.
+    assert tokens(0, 1.985) == pytest.approx(980, abs=2)
+    assert tokens(50, 1.985) == pytest.approx(480, abs=2)
+    assert tokens(200, 1.985) == 0, "it takes 20 ms"
+    assert tokens(200, 1.9) == pytest.approx(1480, abs=2), "of 100 ms, but no step may be longer than 20 without it"
+    assert tokens(200, 1.985, deadline_s=1.02) == pytest.approx(980, abs=2), "its first token is due"
+    for waited_s, found in ((0.3, 0), (0.4, 980)):  # ten times its step of 35 ms
+        assert tokens(200, 1.985, deadline_s=np.inf, arrival_s=1.0 - waited_s) == pytest.approx(found, abs=2)
+
+
+def test_a_prompt_with_an_image_that_has_begun_is_read_on() -> None:
+    times = replace(TIMES, encoder_s=1.0)
+    plan = StepBudget(lambda: times).plan(_in_progress(400)._replace(encoder_tokens=50))
+    assert plan.max_prefill_tokens is not None and plan.max_prefill_tokens >= 16
+
+
+def test_a_step_that_encoded_is_believed_to_have_taken_that() -> None:
+    policy = StepBudget(lambda: replace(TIMES, encoder_s=1e-4))
+    policy.observe(result(0.005 + 10 * 1e-4 + 100 * 1e-5 + 0.02, prompt=100)._replace(encoder_tokens=200))
+    assert policy.margin == pytest.approx(0.0, abs=1e-9)
+    assert policy.believed_step_s == pytest.approx(0.027)

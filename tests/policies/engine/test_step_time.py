@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policies.engine.step_time import StepTimeConfig, StepTimeModel
 from policies.errors import ConfigError
 from policies.types import Phase, StepCoefficients, StepResult, StepTimes, chunk_kv_tokens
-from tests.policies.states import result_of
+from tests.policies.states import result_of, same_times
 
 TRUE = StepTimes(
     prefill=StepCoefficients(overhead_s=0.004, prefill_s=5e-5),
@@ -288,3 +288,25 @@ def test_decodes_are_counted_with_their_drafts_and_told_as_one(drafts: int) -> N
             law = TRUE.mixed if prefill else TRUE.decode
             true = law.step_s(prefill_tokens=prefill, decode_requests=(1 + drafts) * decodes, kv_tokens=500 * decodes)
             assert said == pytest.approx(true, rel=0.02)
+
+
+def test_what_encoding_takes_is_told_apart_and_bends_no_other_line() -> None:
+    times = same_times(overhead_s=0.01, prefill_s=1e-5, decode_s=1e-4)
+    model, plain = StepTimeModel(), StepTimeModel()
+    for number in range(200):
+        shape = {"prefill_tokens": 100 + 7 * number % 500, "decode_requests": number % 20}
+        step = result_of(**shape, step_s=times.step_s(**shape))
+        model.observe(step)
+        plain.observe(step)
+        if number % 3 == 0:
+            model.observe(step._replace(encoder_tokens=500, step_s=step.step_s + 500 * 2e-5))
+    learned = model.times()
+    assert learned is not None and learned.encoder_s == pytest.approx(2e-5, rel=0.02)
+    assert learned.media_price == pytest.approx(2.0, rel=0.05)
+    assert replace(learned, encoder_s=0.0) == plain.times()
+
+
+def test_before_a_step_without_media_was_seen_one_with_them_tells_nothing() -> None:
+    model = StepTimeModel()
+    model.observe(result_of(prefill_tokens=100, step_s=1.0)._replace(encoder_tokens=500))
+    assert (model.times(), model.encoder_s) == (None, 0.0)

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from deployments.engines.features import Feature, why_off
 from deployments.engines.vllm.causes import passing_causes
+from deployments.engines.vllm.scheduler.media import encoded, encodes_media
 from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
@@ -24,6 +25,7 @@ from policies.live import Live
 from policies.router.credit import MemoryBound
 from policies.types import (
     BatchPolicy,
+    Encoding,
     FinishedRequest,
     Foreseen,
     Limit,
@@ -68,7 +70,7 @@ class Planner:
         self._account = StepAccount(scheduler.clock.now())
         self._standing: StandingPlan[Request] | None = None
         self.queue = PromiseQueue(
-            lambda request: self._taker.waiting(request, scheduler.clock.now(), self._answers),
+            lambda request: self._taker.waiting(request, scheduler.clock.now(), self._answers, self._media_price),
             scheduler.late_patience_s,
         )
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
@@ -82,6 +84,7 @@ class Planner:
         # Looked at once: at every step it would cost more than many a plan.
         self._paced: Paced | None = policy if isinstance(policy, Paced) else None
         self._answers: Foreseen | None = None if self._paced is None else self._paced.answers
+        self._encoding: Encoding | None = policy if isinstance(policy, Encoding) else None
 
     def settings_changed(self, policy: BatchPolicy) -> None:
         """Go on with another policy, that has taken over what this one learned, or with other settings of it."""
@@ -105,6 +108,11 @@ class Planner:
         }
 
     @property
+    def _media_price(self) -> float:
+        """What encoding a token of media takes, in tokens of a prompt."""
+        return self._encoding.media_price if self._encoding is not None and encodes_media(self._scheduler) else 0.0
+
+    @property
     def _pace(self) -> float | None:
         """Seconds that a prompt token takes; None while that is not known."""
         return None if self._paced is None else self._paced.seconds_per_prompt_token
@@ -115,7 +123,7 @@ class Planner:
         """It has come to the scheduler."""
         known = self._taker.known(request, self._scheduler.clock.now())
         if known.ends_by_s < inf and self._answers is not None:
-            self._taker.foretold(request, known, self._answers)
+            self._taker.foretold(request, known, self._answers, self._media_price)
         if self._standing is not None:
             self._standing.arrived(promised=min(known.deadline_s, known.tpot_s, known.ends_by_s) < inf)
 
@@ -182,7 +190,7 @@ class Planner:
         if self._paced is None or pace is None:
             return []
         answers, price = self._paced.answers, self._paced.answer_price(self._told_context_tokens)
-        reading = self._taker.reading(self._chunks, self._now_s, answers)
+        reading = self._taker.reading(self._chunks, self._now_s, answers, self._media_price)
         return self.queue.promised.split(
             self._now_s, pace, reading, answer_price=price, step_s=answers.seconds_per_token
         )
@@ -251,6 +259,7 @@ class Planner:
             self._context_tokens,
             running_count=len(scheduler.running),
             waiting_count=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
+            encoder_tokens=encoded(scheduler.requests, output.scheduled_encoder_inputs),
         )
         self._telemetry.spent(time.perf_counter() - began)
 

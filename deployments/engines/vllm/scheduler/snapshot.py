@@ -25,6 +25,7 @@ from deployments.engines.vllm.request_metadata import RequestMetadata, metadata_
 from deployments.engines.vllm.scheduler.blocks import pool_share
 from deployments.engines.vllm.scheduler.columns import Columns
 from deployments.engines.vllm.scheduler.drafted import DraftedTokens, Place
+from deployments.engines.vllm.scheduler.media import encodes_media, next_encoded, unread_media
 from policies.engine.promised_queue import NOTHING_LEFT, Waiting
 from policies.live import Live
 from policies.types import BatchState, Foreseen, IntArray, Left, RequestView, RunningRequests
@@ -178,8 +179,14 @@ class SnapshotTaker:
             max_model_len=scheduler.max_model_len,
             departed=self.departed + ending,
             cuts_prompts=self._cuts_prompts,
+            encoder_tokens=self._next_encoded(chunks, blocked) if encodes_media(scheduler) else 0,
         )
         return Snapshot(state, chunks, idle, slots - begun + ending + holding)
+
+    def _next_encoded(self, chunks: Sequence[Request], blocked: Set[Request]) -> int:
+        """Tokens of media that the next step that reads a prompt encodes."""
+        request = next(chain(chunks, (one for one in self._queue() if one not in blocked)), None)
+        return 0 if request is None else next_encoded(self._scheduler, request)
 
     @property
     def departed(self) -> int:
@@ -238,21 +245,29 @@ class SnapshotTaker:
                 self._note(request, known)
                 yield known
 
-    def waiting(self, request: Request, now_s: float, answers: Foreseen | None) -> Waiting[Request]:
-        """As it stands in the queue."""
+    def waiting(
+        self, request: Request, now_s: float, answers: Foreseen | None, media_price: float = 0.0
+    ) -> Waiting[Request]:
+        """As it stands in the queue.
+
+        Args:
+            media_price: of a token of images or sounds that are to be encoded, in tokens of a prompt.
+        """
         known = self.known(request, now_s)
         return Waiting(
             request,
             arrival_s=known.arrived_s,
             deadline_s=known.deadline_s if isnan(known.first_token_s) else inf,
             ends_by_s=known.ends_by_s,
-            unread_tokens=request.num_tokens - self._hit_tokens(request),
+            unread_tokens=request.num_tokens - self._hit_tokens(request) + _priced(request, media_price),
             left=_left(request, known, answers),
             resumed=known.told.resumed,
             fills_idle=known.told.fills_idle,
         )
 
-    def reading(self, chunks: Sequence[Request], now_s: float, answers: Foreseen) -> list[Waiting[Request]]:
+    def reading(
+        self, chunks: Sequence[Request], now_s: float, answers: Foreseen, media_price: float = 0.0
+    ) -> list[Waiting[Request]]:
         """Prompts in progress, with what is left of them."""
         known = [(request, self.known(request, now_s)) for request in chunks]
         return [
@@ -261,7 +276,7 @@ class SnapshotTaker:
                 arrival_s=one.arrived_s,
                 deadline_s=one.deadline_s,
                 ends_by_s=one.ends_by_s,
-                unread_tokens=request.num_tokens - request.num_computed_tokens,
+                unread_tokens=request.num_tokens - request.num_computed_tokens + _priced(request, media_price),
                 left=_left(request, one, answers),
                 resumed=one.told.resumed or not isnan(one.first_token_s),
                 fills_idle=one.told.fills_idle,
@@ -270,9 +285,10 @@ class SnapshotTaker:
             for request, one in known
         ]
 
-    def foretold(self, request: Request, known: Known, answers: Foreseen) -> None:
+    def foretold(self, request: Request, known: Known, answers: Foreseen, media_price: float = 0.0) -> None:
         """Let it be known that this one has come."""
-        left, unread_tokens = _left(request, known, answers), request.num_tokens - self._hit_tokens(request)
+        left = _left(request, known, answers)
+        unread_tokens = request.num_tokens - self._hit_tokens(request) + _priced(request, media_price)
         answers.come(known.arrived_s, known.ends_by_s, unread_tokens, left)
 
     def _hit_tokens(self, request: Request) -> int:
@@ -368,6 +384,11 @@ class SnapshotTaker:
                 ends_by_s=known.ends_by_s,
             )
         return view
+
+
+def _priced(request: Request, media_price: float) -> int:
+    """Its media, in tokens of a prompt."""
+    return round(media_price * unread_media(request)) if media_price else 0
 
 
 def _left(request: Request, known: Known, answers: Foreseen | None) -> Left:

@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 
 from policies.types import FinishedRequest, Phase, StepPlan, StepResult
 
-# What a step holds: a ``StepResult`` from `phase` to `draft_tokens`.
-_Content = tuple[Phase, int, int, int, int, int, int, int, int, int, int]
+# What a step holds: a ``StepResult`` from `phase` to `encoder_tokens`.
+_Content = tuple[Phase, int, int, int, int, int, int, int, int, int, int, int]
 
 
 class _Ended(NamedTuple):
@@ -72,6 +72,7 @@ class StepAccount:
         mean_context_tokens: float | None,
         running_count: int,
         waiting_count: int,
+        encoder_tokens: int = 0,
     ) -> None:
         """A step has been scheduled.
 
@@ -82,6 +83,7 @@ class StepAccount:
             prefill_kv_tokens: as `StepResult` has it.
             mean_context_tokens: of those that decode before it; None where it follows from the step before.
             running_count, waiting_count: after admission.
+            encoder_tokens: as `StepResult` has it.
         """
         if mean_context_tokens is not None:
             self._mean_context_tokens = mean_context_tokens
@@ -93,7 +95,7 @@ class StepAccount:
         content = (
             plan.phase, prefill_tokens, len(prefills), decodes, kv_tokens,
             plan.max_batch_size, running_count, waiting_count, len(output.preempted_req_ids or ()), prefill_kv_tokens,
-            sum(map(len, output.scheduled_spec_decode_tokens.values())),
+            sum(map(len, output.scheduled_spec_decode_tokens.values())), encoder_tokens,
         )  # fmt: skip
         if scheduled:
             self._on_their_way.append((output, began_s, content, tuple(joining)))

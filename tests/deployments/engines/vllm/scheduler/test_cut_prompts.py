@@ -1,12 +1,14 @@
 """Prompts are cut beside drafts, and beside images that vLLM reads piece by piece: times per token hold there too."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from tests.virtual_engine import VirtualEngine
+from tests.virtual_engine import TIMES, VirtualEngine
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
@@ -85,22 +87,64 @@ def test_drafts_are_verified_as_far_as_they_are_worth_it(accepted: int, least: f
     assert told["tokens_per_step"][""] == pytest.approx(1 + accepted, abs=0.1)
 
 
-def with_images(engine: VirtualEngine) -> dict[str, Any]:
-    """A request's images, and the room for them that a model with an encoder has."""
+def takes_images(engine: VirtualEngine) -> VirtualEngine:
+    """With the room for images that a model with an encoder has."""
     engine.scheduler.max_num_encoder_input_tokens = 1024
     engine.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1024)
-    places = [PlaceholderRange(offset=offset, length=576) for offset in (0, 700, 1300)]
-    images = [
-        MultiModalFeatureSpec(data=None, modality="image", identifier=str(at), mm_position=place)
-        for at, place in enumerate(places)
+    return engine
+
+
+def images(name: str = "", places: Sequence[int] = (0, 700, 1300)) -> dict[str, Any]:
+    """A request's; those of one name are the same."""
+    where = [PlaceholderRange(offset=offset, length=576) for offset in places]
+    found = [
+        MultiModalFeatureSpec(data=None, modality="image", identifier=f"{name}{at}", mm_position=place)
+        for at, place in enumerate(where)
     ]
-    return {"mm_features": images}
+    return {"mm_features": found}
 
 
 @pytest.mark.parametrize("mode", ["mixed", "auto"])
 def test_prompts_with_images_are_cut_and_all_of_them_end(mode: str) -> None:
-    engine = VirtualEngine({"mode": mode, "tpot_s": TPOT_S}).measure()
-    busy(engine, **with_images(engine))
+    engine = takes_images(VirtualEngine({"mode": mode, "tpot_s": TPOT_S}).measure())
+    busy(engine, **images())
     assert all(answer.whole for answer in engine.answers.values()) and engine.all_free
     assert max(step.prefill_tokens for step in engine.log if step.decodes) < 576
     assert longest_mean_s(engine) <= TPOT_S
+
+
+@pytest.mark.parametrize("mode", ["mixed", "auto"])
+def test_the_encoders_time_is_learned_and_paid_from_the_accounts(mode: str) -> None:
+    """An image takes as long as a step of decodes, which is half of what was promised."""
+    times = replace(TIMES, encoder_s=0.01 / 576)
+    found = []
+    for settings in ({"mode": "stock"}, {"mode": mode, "tpot_s": TPOT_S}):
+        engine = takes_images(VirtualEngine(settings, times=times).measure())
+        engine.add_all([(20, 200)] * READERS)
+        engine.step(30)
+        for number in range(LONG_PROMPTS):
+            engine.add(f"long{number}", 700, 5, **images(f"of {number} ", (0,)))
+            engine.step(2)
+        engine.run()
+        assert all(answer.whole for answer in engine.answers.values()) and engine.all_free
+        found.append(longest_mean_s(engine))
+    assert found[1] <= TPOT_S < found[0]
+    learned = engine.scheduler.planner.policy.phases.model.times()
+    assert learned.encoder_s == pytest.approx(times.encoder_s, rel=0.2)
+
+
+def test_what_waits_is_priced_with_its_images() -> None:
+    times = replace(TIMES, encoder_s=3 * TIMES.prefill.prefill_s)
+    engine = takes_images(VirtualEngine({"mode": "mixed"}, times=times, slots=1).measure())
+    engine.add_all([(number, 3) for number in range(100, 1100, 50)])
+    engine.run()
+    for number in range(12):  # it learns what an image takes
+        engine.add(f"{number}", 700, 2, **images(f"of {number} ", (0,)))
+    engine.run()
+    engine.add("runs", 20, 50)
+    engine.step(2)
+    engine.add("waits", 700, 2, **images("another", (0,)))
+    unread = engine.scheduler.status()["unread_prompt_tokens"]
+    assert unread == pytest.approx(700 + 3 * 576, rel=0.2)
+    engine.add("text", 700, 2)
+    assert engine.scheduler.status()["unread_prompt_tokens"] - unread == 700
