@@ -85,7 +85,8 @@ SUITES = (
             "tests/integration/test_prefill_decode.py",
         ),
         ("deployments/engines/", "requirements/"),
-        options=("-m", "not soak", "-n", "2", "--dist", "loadfile"),
+        # Its build for CPUs runs no layers with states in float32.
+        options=("-m", "not soak", "-n", "2", "--dist", "loadfile", "-k", "not with_states"),
         in_ci=False,
         module="tests.another_release",
     ),
