@@ -21,6 +21,7 @@ from deployments.engines.openai.messages import Outputs, ServerOutput, ServerReq
 from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.errors import error_response, status_of
 from deployments.http.keys import salt_of_key
+from deployments.http.middleware import route_path
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from predictor.conversation import asked_in
 from predictor.learned import Question
@@ -50,8 +51,10 @@ class Answer:
 
     def came(self, output: ServerOutput) -> None:
         self.first = self.first or output
-        self._parts += output.parts
-        self._bytes += sum(map(len, output.parts))
+        # An answer that has begun is not gone on with by words about its end: the last event tells of that.
+        parts = output.parts if output.content_type == self.first.content_type else [_broken_off()]
+        self._parts += parts
+        self._bytes += sum(map(len, parts))
         if output.finish_reason is not None:
             self.end(failed=output.finish_reason == "error")
         self._changed.set()
@@ -76,11 +79,15 @@ class Answer:
         return self._taken()
 
     async def stream(self) -> AsyncIterator[bytes]:
+        """Until its end, of which an event tells where nothing else does."""
         while not self.has_ended:
             if part := self._taken():
                 yield part
             await self._next()
-        yield self._taken()
+        if part := self._taken():
+            yield part
+        elif self.failed:
+            yield _broken_off()
 
     async def _next(self) -> None:
         """Until something has come since."""
@@ -153,7 +160,7 @@ class ServersFrontEnd:
 
     async def _answered(self, request: Request) -> Response:
         context = current.get() or HttpContext(received_s=time.monotonic(), slo_class="standard")
-        path, content = request.url.path[len(request.scope.get("root_path", "")) :], await request.body()
+        path, content = route_path(request.scope), await request.body()
         try:
             body = await _decoded(content)
             if (named := body.get("model")) not in (None, self.model):
@@ -199,8 +206,9 @@ class ServersFrontEnd:
                 question=question,
             )
             context.queued, timing.request_id = True, asked.request_id
-            first = await answer.begun()
-            response = await self._response(asked, answer, first)
+            if context.is_over:  # its client has left meanwhile, and reads nothing of this
+                return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)
+            response = await self._response(asked, answer, await answer.begun())
             begun = isinstance(response, StreamingResponse)
             return response
         finally:
@@ -217,10 +225,7 @@ class ServersFrontEnd:
     async def _streamed(self, request_id: str, answer: Answer) -> AsyncIterator[bytes]:
         try:
             async for part in answer.stream():
-                if part:
-                    yield part
-            if answer.failed:
-                yield _broken_off()
+                yield part
         finally:
             await self._forget(request_id)
 
