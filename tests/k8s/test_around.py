@@ -11,12 +11,13 @@ import pytest
 import yaml
 
 from deployments.batches.metrics import BatchMetrics
+from deployments.config.application import AppConfig
 from deployments.serving.engine_metrics import engine_exposition
 from router.exposition import shared_exposition
 from router.metrics import RouterMetrics, SplitMetrics
 from router.state_store import ReplicaLoad, Snapshot
 from tests.k8s.cases import named, with_password
-from tests.k8s.engines import CHART, Helm3, Helm4, Manifest, documents
+from tests.k8s.engines import CHART, Helm3, Helm4, Manifest, application, documents
 from tests.k8s.fake_api import serve
 from tests.k8s.schemas import templates_of
 
@@ -192,6 +193,20 @@ def test_the_operator_is_known_by_its_namespace_where_that_is_named(rendered: di
 def test_nothing_leaves_an_air_gapped_release_but_names_redis_and_ray(rendered: dict[str, str]) -> None:
     egress = _all(rendered["air-gapped"], "NetworkPolicy")["my-sluice-ray"]["spec"]["egress"]
     assert [port["port"] for rule in egress for port in rule.get("ports", [])] == [53, 53, 6379]
+
+
+def test_pods_reach_the_ports_of_servers_that_run_already(helm4: Helm4) -> None:
+    urls = ["http://10.0.0.7:8001", "https://servers.example/a", "http://b:8001"]
+    served = {"model": "theirs", "engine": {"kind": "openai", "openai": {"urls": urls}}}
+    more = {"model": "others", "engine": {"kind": "openai", "openai": {"urls": ["http://[fd00::1]"]}}}
+    text = helm4.render(with_password({"gpusPerEngine": 1, "app": {**served, "more_models": [more]}}))
+    args = application(text)["args"]
+    assert [each["engine"] for each in (args, *args["more_models"])] == [
+        {**each["engine"], "num_cpus": 0} for each in (served, more)
+    ]
+    assert AppConfig.model_validate(args).more_models[0].engine.replicas == 1
+    egress = _all(text, "NetworkPolicy")["my-sluice-ray"]["spec"]["egress"]
+    assert {"ports": [{"port": 8001}, {"port": 443}, {"port": 80}]} in egress
 
 
 @pytest.mark.parametrize("component", ["router", "engine"])

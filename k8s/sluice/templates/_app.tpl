@@ -7,10 +7,13 @@
 {{- $apart := include "sluice.prefillPods" . | eq "true" -}}
 {{- range $model := prepend ($args.more_models | default list) $args -}}
 {{- $engine := $model.engine | default dict -}}
-{{- $_ := set $engine "num_gpus" ($.Values.gpusPerEngine | int) -}}
 {{- $_ := set $engine "num_cpus" 0 -}}
+{{- $ours := ne ($engine.kind | default "") "openai" -}}
+{{- if $ours -}}
+{{- $_ := set $engine "num_gpus" ($.Values.gpusPerEngine | int) -}}
 {{- $_ := set $engine "resources" (dict "sluice_engine" 1) -}}
-{{- if gt (int $.Values.nodesPerEngine) 1 -}}
+{{- end -}}
+{{- if and $ours (gt (int $.Values.nodesPerEngine) 1) -}}
 {{- $_ := set $engine "placement_group_bundles" (include "sluice.bundles" $ | fromJsonArray) -}}
 {{- end -}}
 {{- if and $apart $engine.prefill -}}

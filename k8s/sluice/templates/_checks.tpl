@@ -180,7 +180,9 @@
 {{- range $model := prepend (.Values.app.more_models | default list) .Values.app -}}
 {{- $engine := $model.engine | default dict -}}
 {{- $shared := dig "autoscaling" "max_replicas" ($engine.replicas | default 1) $engine | int -}}
+{{- if ne ($engine.kind | default "") "openai" -}}
 {{- $needed = add $needed $shared $own -}}
+{{- end -}}
 {{- with $engine.prefill -}}
 {{- $reading = add $reading (dig "autoscaling" "max_replicas" (.replicas | default 1) . | int) -}}
 {{- end -}}

@@ -71,6 +71,19 @@ labels:
 {{- if eq .Values.redis.mode "internal" -}}6379{{- else -}}{{ .Values.redis.external.port | int }}{{- end -}}
 {{- end -}}
 
+{{/* Of servers that run already, of all models: a list of ports in YAML, empty without any. */}}
+{{- define "sluice.serverPorts" -}}
+{{- $ports := list -}}
+{{- range $model := prepend (.Values.app.more_models | default list) .Values.app -}}
+{{- range $url := dig "engine" "openai" "urls" list $model -}}
+{{- $parts := urlParse $url -}}
+{{- $port := regexFind ":[0-9]+$" $parts.host | trimPrefix ":" | default (ternary "443" "80" (eq $parts.scheme "https")) -}}
+{{- $ports = append $ports (dict "port" (int $port)) -}}
+{{- end -}}
+{{- end -}}
+{{- if $ports -}}{{- $ports | uniq | toYaml -}}{{- end -}}
+{{- end -}}
+
 {{- define "sluice.redisScheme" -}}
 {{ ternary "rediss" "redis" .Values.redis.tls.enabled }}
 {{- end -}}
