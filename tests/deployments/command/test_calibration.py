@@ -30,6 +30,7 @@ class CurvedTimes(StepTimes):
         decode_requests: float = 0.0,
         kv_tokens: float = 0.0,
         prefill_kv_tokens: float = 0.0,
+        encoder_tokens: float = 0.0,
     ) -> float:
         held = prefill_tokens + decode_requests + kv_tokens / 100.0
         return 0.001 + 1e-8 * held**2

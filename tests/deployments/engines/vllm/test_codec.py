@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.multimodal.cache import factories
 from vllm.reasoning import ReasoningParserManager
@@ -253,7 +254,7 @@ def test_a_replica_learns_how_much_of_a_prompt_counts_as_unread_there() -> None:
 
 
 def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashes() -> None:
-    picture = SimpleNamespace(identifier="picture")
+    picture = SimpleNamespace(identifier="picture", mm_position=PlaceholderRange(offset=0, length=3))
     adapted = LoRARequest(lora_name="b", lora_int_id=1, lora_path="/b")
     asked: list[dict[str, Any]] = [
         {},
@@ -265,6 +266,7 @@ def test_prompts_have_a_prefix_in_common_only_where_all_is_equal_that_vllm_hashe
     ]
     salts = [VllmCodec().size(request_with(**changes)).salt for changes in asked]
     assert salts[0] == "" and len(set(salts)) == len(asked)
+    assert [VllmCodec().size(request_with(**changes)).media_tokens for changes in asked] == [0, 0, 0, 0, 3, 6]
 
 
 def test_a_trace_goes_with_a_request_also_once_that_is_resumed_and_ends_before_the_engine() -> None:
