@@ -15,9 +15,9 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import PlaceholderRange
 from vllm.model_executor.layers.utils import apply_penalties
 from vllm.multimodal.cache import factories
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.tool_parsers import ToolParserManager
