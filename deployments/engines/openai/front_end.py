@@ -115,7 +115,7 @@ class ServersFrontEnd:
     max_model_len: int
     isolates_keys: bool
     errored: bool = False
-    _answers: dict[str, Answer] = field(default_factory=dict)
+    _answers: dict[str, Answer] = field(default_factory=dict)  # that have not ended
 
     async def run(self) -> None:
         try:
@@ -130,7 +130,9 @@ class ServersFrontEnd:
         if answer is None:
             return
         answer.came(output)
-        if answer.is_too_far_behind and not answer.has_ended:
+        if answer.has_ended:
+            del self._answers[output.request_id]
+        elif answer.is_too_far_behind:
             logger.warning(
                 "request %s: its client leaves more than %d bytes unread", output.request_id, MOST_UNREAD_BYTES
             )
@@ -139,7 +141,7 @@ class ServersFrontEnd:
     async def abort(self, request_ids: Sequence[str]) -> None:
         await self.routed.cancel(request_ids, "cancelled")
         for request_id in request_ids:
-            if (answer := self._answers.get(request_id)) is not None:
+            if (answer := self._answers.pop(request_id, None)) is not None:
                 answer.end(failed=True)
 
     def application(self, background: BackgroundTasks) -> FastAPI:
@@ -230,9 +232,8 @@ class ServersFrontEnd:
             await self._forget(request_id)
 
     async def _forget(self, request_id: str) -> None:
-        """It is over; a server that still works at it is told."""
-        answer = self._answers.pop(request_id)
-        if not answer.has_ended:
+        """Nobody reads it any more; a server that still works at it is told."""
+        if self._answers.pop(request_id, None) is not None:
             await self.routed.cancel([request_id], "cancelled")
 
 

@@ -14,6 +14,7 @@ from deployments.engines.openai.messages import Outputs, ServerOutput, ServerReq
 from policies.errors import AdmissionError, StateStoreError
 from predictor.learned import Question
 from router.background import BackgroundTasks
+from router.timing import HttpContext
 from tests.waiting import until
 
 SSE = "text/event-stream"
@@ -178,6 +179,18 @@ async def test_a_client_that_leaves_takes_its_request_along(running: Running) ->
     posted = await running.asked(CHAT)
     posted.cancel()
     await until(lambda: running.servers.cancelled == [running.servers.asked[0].request_id])
+    assert running.is_idle
+
+
+async def test_a_stream_that_nobody_begins_to_read_leaves_nothing(running: Running) -> None:
+    """Its client left between the first output and the first event."""
+    asked: Any = await running.reader._asked("/v1/chat/completions", CHAT | {"stream": True}, HttpContext(0.0, "a"), 9)
+    exchanged = asyncio.create_task(running.reader._exchanged(*asked, context := HttpContext(0.0, "a")))
+    await until(lambda: bool(running.servers.asked))
+    running.servers.say(b"data: 1\n\n", content_type=SSE)
+    await exchanged
+    await context.end()
+    assert running.servers.cancelled == [running.servers.asked[0].request_id]
     assert running.is_idle
 
 
