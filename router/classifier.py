@@ -152,21 +152,9 @@ class Classifier:
         priced_tokens = size.prompt_tokens + round(self._step_times.media_price * size.media_tokens)
         hit_tokens = max((hit for _, hit in prefixes), default=0)
         request_work_s = self._work_s(size, priced_tokens, output_tokens, arrival_s, hit_tokens)
-        terms, late_key = self._terms.now, None
-        fills_idle = terms.fills_idle.get(slo_class)
         short_tokens = 0.0 if prediction is None else _within(prediction.quantile_tokens.get(LOW, 0.0), size)
         its_due = self._due(arrival_s, promise, request_work_s, short_tokens)
-        if terms.order is None:
-            key, late_key = deadline_keys(
-                arrival_s,
-                promise.ttft_s,
-                due_s=its_due.due_s,
-                fills_idle=fills_idle,
-                prompt_tokens=priced_tokens,
-                late_patience_s=terms.late_patience_s,
-            )
-        else:
-            key = terms.order.key(arrival_s, slo_class, request_work_s, priced_tokens)
+        key, late_key = self._keys(arrival_s, slo_class, promise, its_due, request_work_s, priced_tokens)
         ticket = Ticket(
             request_id=size.request_id,
             bin_index=self._bins.assign(predicted, slo_class=slo_class),
@@ -183,7 +171,7 @@ class Classifier:
             prompt_token_s=self._step_times.prefill.prefill_s,
             step_s=self._step_times.decode.overhead_s,
             predicted_output_tokens=predicted,
-            fills_idle=fills_idle is not None,
+            fills_idle=slo_class in self._terms.now.fills_idle,
             bucket=0 if self._buckets is None else self._buckets.assign(size.prompt_tokens),
             prompt_tokens=None if self._buckets is None else size.prompt_tokens,
         )
@@ -192,6 +180,28 @@ class Classifier:
             return Classified(ticket, priced_tokens, tokens)
         planned_key = ticket.deadline_key if self._mode == "shadow" else None
         return Classified(_as_stock(ticket, arrival_s), priced_tokens, tokens, planned_key)
+
+    def _keys(
+        self,
+        arrival_s: float,
+        slo_class: str,
+        promise: Promise,
+        its_due: Due,
+        request_work_s: float,
+        priced_tokens: int,
+    ) -> tuple[float, float | None]:
+        """Of its order among those that wait, and once it is late; None where nothing changes then."""
+        terms = self._terms.now
+        if terms.order is not None:
+            return terms.order.key(arrival_s, slo_class, request_work_s, priced_tokens), None
+        return deadline_keys(
+            arrival_s,
+            promise.ttft_s,
+            due_s=its_due.due_s,
+            fills_idle=terms.fills_idle.get(slo_class),
+            prompt_tokens=priced_tokens,
+            late_patience_s=terms.late_patience_s,
+        )
 
     def _due(self, arrival_s: float, promise: Promise, request_work_s: float, short_tokens: float) -> Due:
         """short_tokens: of its answer, if it is short; 0 where nothing says so."""

@@ -14,6 +14,7 @@ import math
 import os
 import re
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -125,17 +126,6 @@ class AppConfig(ModelSection):
         return self
 
     @model_validator(mode="after")
-    def _asks_of_others_what_they_do(self) -> "AppConfig":
-        """Of servers that Sluice does not run."""
-        if all(section.engine.kind != "openai" for section in self._models):
-            return self
-        if self.bins.dispatch == "batches":
-            raise ValueError("bins.dispatch: batches: servers of engine.kind: openai take single requests")
-        if own := sorted(name for name, section in self.classes.items() if section.own_replicas):
-            raise ValueError(f"own_replicas (of {own}): servers of engine.kind: openai are there for all classes")
-        return self
-
-    @model_validator(mode="after")
     def _predicts_waits_by_work(self) -> "AppConfig":
         """In the other modes every request counts as one, so the queue has no length in seconds."""
         if self.mode == "full":
@@ -154,6 +144,7 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _sets_what_its_engines_heed(self) -> "AppConfig":
         kinds = {section.engine.kind for section in self._models}
+        _check_servers_of_others(self, kinds)
         if "transformers" not in kinds and self.bins.dispatch == "requests":
             for name in ("serving", "seconds_per_token", "prompt_buckets"):
                 if getattr(self.bins, name) != BinsSection.model_fields[name].default:
@@ -346,15 +337,24 @@ class AppConfig(ModelSection):
 
     def credit_lookahead(self, slots: int, credit_s: float | None) -> int:
         """Requests that an engine replica is offered beyond its `slots`, while `credit_s` is in force."""
-        given = self.engine.credit_lookahead
-        if given is not None:
+        if (given := self.engine.credit_lookahead) is not None:
             return given
-        chooses = credit_s is not None and self.engine.kind != "openai"  # whose queue is first come, first served
-        return lookahead(slots) if chooses else 0
+        # The queue of a server of others is first come, first served.
+        return lookahead(slots) if credit_s is not None and self.engine.kind != "openai" else 0
 
     def promises(self) -> dict[str, Promise]:
         """What each class is promised, by its name."""
         return {name: section.promise() for name, section in self.classes.items()}
+
+
+def _check_servers_of_others(config: AppConfig, kinds: Collection[str]) -> None:
+    """Raises ValueError for what they do not do, where they are among these kinds of engines."""
+    if "openai" not in kinds:
+        return
+    if config.bins.dispatch == "batches":
+        raise ValueError("bins.dispatch: batches: servers of engine.kind: openai take single requests")
+    if own := sorted(name for name, section in config.classes.items() if section.own_replicas):
+        raise ValueError(f"own_replicas (of {own}): servers of engine.kind: openai are there for all classes")
 
 
 def checked(settings: Any) -> AppConfig:

@@ -32,8 +32,6 @@ async def started_engines(config: AppConfig, role: Role) -> list[Any]:
     """
     try:
         async with asyncio.timeout(config.engine.start_timeout_s) as limit:
-            if config.engine.kind != "openai":
-                note_stage("loading the model", ENGINE)
             engines = await _build(config, role)
             await _make_ready(engines, config.scheduler_settings(role))
             return engines
@@ -50,6 +48,7 @@ async def started_engines(config: AppConfig, role: Role) -> list[Any]:
 async def _build(config: AppConfig, role: Role) -> list[Any]:
     if config.engine.kind == "openai":
         return [await _server_of_others(config)]
+    note_stage("loading the model", ENGINE)
     argv = config.engine_argv(role)
     if config.engine.kind == "vllm":
         check_build(config.engine.num_gpus)

@@ -36,6 +36,25 @@ class Parts:
     takes_media: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What it is made with.
+
+    Attributes:
+        max_model_len: that its replicas settled on, in tokens.
+        background: runs its tasks.
+        resources: ends what it opens.
+        responses: makes and stores responses; None stores none.
+    """
+
+    in_force: Live[InForce]
+    routed: EngineClient[Any, Any]
+    max_model_len: int
+    background: BackgroundTasks
+    resources: AsyncExitStack
+    responses: BackgroundResponses | None
+
+
 class FrontEndKind(Protocol):
     @property
     def codec(self) -> Any:
@@ -45,21 +64,8 @@ class FrontEndKind(Protocol):
     def versions(self) -> Mapping[str, str]:
         """Of what runs the model, by name, for the metric of the build."""
 
-    async def parts(
-        self,
-        in_force: Live[InForce],
-        routed: EngineClient[Any, Any],
-        max_model_len: int,
-        background: BackgroundTasks,
-        resources: AsyncExitStack,
-        responses: BackgroundResponses | None,
-    ) -> Parts:
-        """Args:
-        max_model_len: that its replicas settled on.
-        background: runs its tasks.
-        resources: ends what it opens.
-        responses: makes and stores responses; None stores none.
-        """
+    async def parts(self, given: Given) -> Parts:
+        """Raises whatever vLLM's application does at its start."""
 
 
 def kind_of(config: AppConfig) -> FrontEndKind:
@@ -77,26 +83,18 @@ class OfServers:
 
         self.codec = OpenAiCodec()
 
-    async def parts(
-        self,
-        in_force: Live[InForce],
-        routed: EngineClient[Any, Any],
-        max_model_len: int,
-        background: BackgroundTasks,
-        resources: AsyncExitStack,
-        responses: BackgroundResponses | None,
-    ) -> Parts:
+    async def parts(self, given: Given) -> Parts:
         from deployments.engines.openai.front_end import ServersFrontEnd
 
-        config = in_force.now.config
+        config = given.in_force.now.config
         reader = ServersFrontEnd(
-            routed=routed,
+            routed=given.routed,
             model=config.public_name,
             server_model=config.model,
-            max_model_len=max_model_len,
+            max_model_len=given.max_model_len,
             isolates_keys=config.keys.isolate_prefixes,
         )
-        return Parts(reader=reader, app=reader.application(background), takes_media=True)
+        return Parts(reader=reader, app=reader.application(given.background), takes_media=True)
 
 
 class OfVllm:
@@ -115,47 +113,34 @@ class OfVllm:
         self.versions = {"vllm": ENGINE_VERSION.removeprefix("vllm-")}
         self.codec = VllmCodec(resumes=not why_off(Feature.RESUMED_ANSWERS, causes_of_args(args)))
 
-    async def parts(
-        self,
-        in_force: Live[InForce],
-        routed: EngineClient[Any, Any],
-        max_model_len: int,
-        background: BackgroundTasks,
-        resources: AsyncExitStack,
-        responses: BackgroundResponses | None,
-    ) -> Parts:
-        self._args.max_model_len = max_model_len
-        llm = _vllms_engine(in_force, self._args, routed, background, resources)
+    async def parts(self, given: Given) -> Parts:
+        self._args.max_model_len = given.max_model_len
+        llm = _vllms_engine(given, self._args)
         takes_media = bool(llm.model_config.is_multimodal_model)
-        most = request_limits(in_force.now.config, max_model_len, takes_media=takes_media).max_body_bytes
-        app = await _vllms_application(in_force.now.config, llm, self._args, responses, most)
+        config = given.in_force.now.config
+        most = request_limits(config, given.max_model_len, takes_media=takes_media).max_body_bytes
+        app = await _vllms_application(config, llm, self._args, given.responses, most)
         return Parts(reader=llm, app=app, takes_media=takes_media)
 
 
-def _vllms_engine(
-    in_force: Live[InForce],
-    args: argparse.Namespace,
-    routed: EngineClient[Any, Any],
-    background: BackgroundTasks,
-    resources: AsyncExitStack,
-) -> "RoutedAsyncLLM":
+def _vllms_engine(given: Given, args: argparse.Namespace) -> "RoutedAsyncLLM":
     """vLLM's front end over the routed client."""
     with heavy_imports():
         from deployments.engines.transformers.step import unsupported
         from deployments.engines.vllm.front_end import RoutedAsyncLLM
 
-    config = in_force.now.config
+    in_force, config = given.in_force, given.in_force.now.config
     is_vllm = config.engine.kind == "vllm"
 
     def made_grammars(vllm_config: Any) -> Grammars:
         timeout_s = in_force.view(lambda now: now.config.router.grammar_timeout_s)
-        grammars = Grammars(vllm_config, timeout_s, background)
-        resources.push_async_callback(grammars.close)
+        grammars = Grammars(vllm_config, timeout_s, given.background)
+        given.resources.push_async_callback(grammars.close)
         return grammars
 
     return RoutedAsyncLLM(
         args,
-        routed,
+        given.routed,
         unsupported=None if is_vllm else unsupported,
         max_prompt_logprobs=in_force.view(lambda now: now.config.router.max_prompt_logprobs),
         isolates_keys=config.keys.isolate_prefixes and config.caches_prefixes,

@@ -19,7 +19,7 @@ from deployments.config.scaling import least_replicas
 from deployments.process.stages import note_stage
 from deployments.responses.background import BackgroundResponses
 from deployments.serving.front_end import Clients, FrontEnd, fills_idle
-from deployments.serving.front_end_kinds import kind_of
+from deployments.serving.front_end_kinds import Given, kind_of
 from deployments.serving.live_settings import Announcer, InForce
 from deployments.serving.predictor import learned_predictor
 from policies.errors import ReplicaLostError
@@ -97,14 +97,11 @@ async def opened_front_end(
     async with AsyncExitStack() as resources:
         resources.push_async_callback(clients.routed.close)
         await clients.routed.start()
-        stores: dict[Role, StateStore] = {"decode": store}
-        if clients.reading_store is not None:
-            stores["prefill"] = clients.reading_store
-        announcer = Announcer(in_force, stores)
-        clients.answering.repeat(announcer.tell, "live settings")
+        announcer = _announcer(in_force, clients, store)
         background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
         resources.push_async_callback(background.close)
-        parts = await kind.parts(in_force, clients.routed, max_model_len, background, resources, responses)
+        given = Given(in_force, clients.routed, max_model_len, background, resources, responses)
+        parts = await kind.parts(given)
         yield FrontEnd(
             in_force=in_force,
             router_id=router_id,
@@ -117,6 +114,16 @@ async def opened_front_end(
             max_model_len=max_model_len,
             takes_media=parts.takes_media,
         )
+
+
+def _announcer(in_force: Live[InForce], clients: Clients, store: StateStore) -> Announcer:
+    """Which tells at every heartbeat."""
+    stores: dict[Role, StateStore] = {"decode": store}
+    if clients.reading_store is not None:
+        stores["prefill"] = clients.reading_store
+    announcer = Announcer(in_force, stores)
+    clients.answering.repeat(announcer.tell, "live settings")
+    return announcer
 
 
 async def enough_replicas(config: AppConfig, store: StateStore) -> list[ReplicaInfo]:

@@ -36,7 +36,7 @@ ID_PREFIXES = {CHATS: "chatcmpl", COMPLETIONS: "cmpl"}
 USUAL_MAX_TOKENS = 16  # of completions, by the API
 MOST_UNREAD_BYTES = 16 << 20  # of an answer whose client reads slower than it comes
 _NOT_FOR_SERVERS = ("service_tier",)  # what this router answers for
-_Refusals = (AdmissionError, InputError, ReplicaLostError, StateStoreError)
+_REFUSALS = (AdmissionError, InputError, ReplicaLostError, StateStoreError)
 
 
 class Answer:
@@ -169,7 +169,7 @@ class ServersFrontEnd:
                 return error_response(HTTPStatus.NOT_FOUND, f"The model {named!r} does not exist.", "NotFoundError")
             asked, question = await self._asked(path, body, context, len(content))
             return await self._exchanged(asked, question, context)
-        except _Refusals as error:
+        except _REFUSALS as error:
             context.refused = error
             return error_response(status_of(error), str(error))
 
@@ -189,7 +189,7 @@ class ServersFrontEnd:
         return await asyncio.to_thread(made) if size >= IN_A_THREAD_BYTES else made()
 
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
-        """Raises one of _Refusals."""
+        """Raises one of _REFUSALS."""
         timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
         context.model = self.model
         context.timings.append(timing)
