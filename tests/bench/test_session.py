@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import sys
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,9 @@ def test_each_program_measures_from_its_arguments_to_its_table(
     name: str, options: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def spec(self: Session, name: str, place: int, *_: object) -> ServerSpec:
-        return toy_spec(name, port=base + place)
+        return toy_spec(name, port=ports[place])
 
-    base = free_port()
+    ports: defaultdict[int, int] = defaultdict(free_port)
     monkeypatch.setattr(Session, "plain", spec)
     monkeypatch.setattr(Session, "sluice", spec)
     assert program(name).main(["--model", "toy", *options.split()]) == 0
