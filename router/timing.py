@@ -66,6 +66,27 @@ class Trace(Protocol):
         """One of its engine requests from now on, if there are not too many."""
 
 
+class TextStream(Protocol):
+    """Where the text of the one engine request of an exchange may go past the front end."""
+
+    @property
+    def path(self) -> str:
+        """Of its route."""
+
+    def claim(self) -> None:
+        """An engine request begins, whose text this stream shall bring. With a second one none goes past."""
+
+    def gave(self, text: str) -> None:
+        """The front end was given this text to make events of."""
+
+    @property
+    def is_open(self) -> bool:
+        """Text may be written now."""
+
+    def write(self, text: str) -> None:
+        """Send an event with this text. Raises nothing."""
+
+
 @dataclass(slots=True)
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
@@ -76,7 +97,8 @@ class HttpContext:
     not queue, `queued` that one could, whereupon `on_queued` is called; no more than `max_engine_requests` of them may
     be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
     that no client is left to read the answer of another one. `model` is that of the last one, "" before; `trace_id` is
-    of the client's trace, or of the one that began here. `trace` is None where it is not traced.
+    of the client's trace, or of the one that began here. `trace` is None where it is not traced, `text_stream` where
+    all events are the front end's.
     """
 
     received_s: float
@@ -97,6 +119,7 @@ class HttpContext:
     trace_id: str | None = None
     model: str = ""
     trace: Trace | None = None
+    text_stream: TextStream | None = None
 
     @property
     def is_full(self) -> bool:

@@ -28,6 +28,7 @@ class Body(NamedTuple):
     content: bytes
     service_tier: Any
     in_one_piece: bool
+    fields: frozenset[str]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +91,7 @@ class RequestBodies:
             content = await self._read(receive)
             size = len(content)
             found = await self._judged(content)
-            yield Body(content, found.service_tier, found.in_one_piece)
+            yield Body(content, found.service_tier, found.in_one_piece, found.fields)
         finally:
             self.buffered_bytes -= size
 

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http.bodies import ClientLeftError
+from deployments.http.direct_streams import DirectStream, StreamKind
 from deployments.http.errors import error_response, status_of
 from policies.errors import AdmissionError, SluiceError
 from router.timing import HttpContext
@@ -79,7 +80,13 @@ class Exchange:
         self._sending_since_s: float | None = None
         self._status = 0
         self._error: str | None = None
+        self._stream: DirectStream | None = None
         self.context = context
+
+    def stream_directly(self, kind: StreamKind | None) -> None:
+        """Where its response is a stream of that kind, the engine's side may send text past the front end."""
+        if kind is not None:
+            self.context.text_stream = self._stream = DirectStream(kind, self._send_piece)
 
     @property
     def status(self) -> int:
@@ -106,6 +113,8 @@ class Exchange:
         finally:
             incoming.end()
             self._is_over = True
+            if self._stream is not None:
+                self._stream.close()
             try:
                 await self.context.end()
                 if not serving.done():
@@ -137,6 +146,18 @@ class Exchange:
                 return
             await self._begin(self._start)
             self._error = _error_in(self._status, message)
+        if self._stream is not None and (body := message.get("body")):
+            if not (body := await self._stream.passing(body)):
+                return
+            message = {**message, "body": body}
+        await self._send_now(message)
+
+    async def _send_piece(self, body: bytes) -> None:
+        """Of a stream that has begun, and is not over with this one."""
+        if not self._is_over:
+            await self._send_now({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _send_now(self, message: Message) -> None:
         self._sending_since_s = time.monotonic()
         await self._send(message)
         self._sending_since_s = None

@@ -104,11 +104,14 @@ class Judged(NamedTuple):
         why_refused: in words for its client; None takes it.
         service_tier: its value, of any type; None without one.
         in_one_piece: its client waits for the whole answer: it asks for no stream, and for no work in the background.
+        fields: names of its fields with a value besides null and false, those of `stream_options` by themselves, as
+            stream_options.include_usage; with "answers" where it asks for more than one. Empty for what is no object.
     """
 
     why_refused: str | None
     service_tier: Any = None
     in_one_piece: bool = False
+    fields: frozenset[str] = frozenset()
 
 
 def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
@@ -122,7 +125,20 @@ def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
     why = _why_large(value, limits) or _why_unencodable(body, value) or _why_many(value, limits)
     if not isinstance(value, dict):
         return Judged(why)
-    return Judged(why, value.get("service_tier"), not (value.get("stream") or value.get("background")))
+    in_one_piece = not (value.get("stream") or value.get("background"))
+    return Judged(why, value.get("service_tier"), in_one_piece, frozenset(_fields(value)))
+
+
+def _fields(body: Mapping[str, Any]) -> Iterable[str]:
+    for name, value in body.items():
+        if name == "stream_options" and isinstance(value, dict):
+            yield from (f"{name}.{option}" for option, asked in value.items() if asked not in (None, False))
+        elif name == "n":
+            continue
+        elif value is not None and value is not False:
+            yield name
+    if engine_requests(body) > 1:
+        yield "answers"
 
 
 class _Node(NamedTuple):

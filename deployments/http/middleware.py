@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from deployments.http.bodies import Body, ClientLeftError, RequestBodies
+from deployments.http.direct_streams import stream_kind
 from deployments.http.errors import HttpError, bad_request
 from deployments.http.exchange import Exchange
 from deployments.http.in_process import replayed
@@ -157,6 +158,7 @@ class SluiceMiddleware:
             return
         async with self._bodies.reading(receive) as body:
             self._promise(headers, context, body)
+            exchange.stream_directly(stream_kind(path, body.fields))
             if _only_reads(path):
                 await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
             await exchange.serve(self._app, scope, replayed(body.content, receive))

@@ -159,6 +159,7 @@ async def _vllms_application(
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
 
+        from deployments.engines.vllm.direct_outputs import write_past_generators
         from deployments.engines.vllm.media import fetch_media_from_allowed_addresses
         from deployments.engines.vllm.responses import KeptResponses, stored_responses
         from deployments.engines.vllm.validation import refuse_soon
@@ -173,6 +174,7 @@ async def _vllms_application(
     kept = None if responses is None else KeptResponses(background=responses, max_bytes=max_body_bytes)
     with stored_responses(kept):
         await init_app_state(llm, app.state, args, tasks)
+    write_past_generators(llm.output_processor, app.state)
     log_of_vllm()
     app.state.server = SimpleNamespace()  # vLLM's error handler looks for the server it would stop
     return app
