@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -27,7 +28,8 @@ from policies.router.promise import NO_PROMISE
 from tests.deployments.bodies import behind_middleware
 from tests.deployments.engines.vllm.routed import ROOM, Routed
 
-pytestmark = pytest.mark.slow  # importing vLLM takes seconds
+# Importing vLLM takes seconds, and making its application a good part of one.
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 EOS = 0
 LENGTH = FinishReason.LENGTH
@@ -76,36 +78,33 @@ async def past(written: list[str], least: int) -> None:
         await a_turn()
 
 
-@pytest.fixture
-def routed() -> Scripted:
-    return Scripted()
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[(), ("--disable-log-stats",)], ids=["stats", "none"]
+)
+async def vllms(request: pytest.FixtureRequest) -> AsyncIterator[FastAPI]:
+    """vLLM's application over a client that answers as it is told: `state.routed`."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in app.router_env().items():
+            patched.setenv(name, value)
+        args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, *request.param])
+        routed = Scripted()
+        llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
+        made = build_app(args, ("generate",), llm.model_config)
+        await init_app_state(llm, made.state, args, ("generate",))
+        write_past_generators(llm.output_processor, made.state)
+        made.state.server = SimpleNamespace()
+        made.state.llm, made.state.routed = llm, routed
+        yield made
+        llm.shutdown()
 
 
-@pytest.fixture(params=["", "--disable-log-stats"])
-def log_stats(request: pytest.FixtureRequest) -> list[str]:
-    return [request.param] if request.param else []
-
-
-@pytest.fixture
-async def vllms(monkeypatch: pytest.MonkeyPatch, routed: Scripted, log_stats: list[str]) -> AsyncIterator[FastAPI]:
-    async for each in application(monkeypatch, routed, *log_stats):
-        yield each
-
-
-async def application(monkeypatch: pytest.MonkeyPatch, routed: Scripted, *more: str) -> AsyncIterator[FastAPI]:
-    for name, value in app.router_env().items():
-        monkeypatch.setenv(name, value)
-    args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, *more])
-    llm = RoutedAsyncLLM(args, routed)  # type: ignore[arg-type]
-    made = build_app(args, ("generate",), llm.model_config)
-    await init_app_state(llm, made.state, args, ("generate",))
-    write_past_generators(llm.output_processor, made.state)
-    made.state.server = SimpleNamespace()
-    made.state.llm = llm
-    yield made
+@pytest_asyncio.fixture(loop_scope="module")
+async def routed(vllms: FastAPI) -> AsyncIterator[Scripted]:
+    found: Scripted = vllms.state.routed
+    found.asked.clear()
+    yield found
     await settled()
-    assert not llm.output_processor.request_states
-    llm.shutdown()
+    assert not vllms.state.llm.output_processor.request_states
 
 
 @pytest.fixture
