@@ -9,6 +9,7 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket, unknown_ticket
 from predictor.learned import Scored
+from router.one_call import OneCall
 from router.packing import LUA_NAMES, packed_limits, packed_quotas, packed_reading, packed_settlements, packed_ticket
 from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, ReplicaLoad, Snapshot
 from router.wire import PROTOCOL
@@ -32,6 +34,7 @@ CALL_TIMEOUT_S = 5.0
 AWAY = (RedisError, OSError, RuntimeError)
 CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
 SETTINGS_S = 7 * 86400  # for which those of a configuration are kept that no deployment has told again
+MOST_TICKETS = 32  # of one call, for which Redis does nothing else
 MAX_CONNECTIONS = 64  # a burst of requests shares them: Redis runs one command at a time anyway
 # What Redis 7, and 6, say of commands inside a script. An error of no kind of its own.
 _NOT_IN_SCRIPTS = "ACL failure in script|user executing the script can't"
@@ -225,6 +228,7 @@ class RedisStateStore:
         self._application = f"{{sluice:{application}}}"  # the braces keep all of its keys in one slot of a cluster
         self._prefix = ":".join((self._application, *model))
         self._scripts = scripts_in(client, _LUA, LUA_NAMES)
+        self._enqueues = OneCall(self._enqueue_all, MOST_TICKETS)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:{name}"
@@ -236,11 +240,15 @@ class RedisStateStore:
         return await guarded(self._redis, call)
 
     async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
-        taken, *reply = await self._run("enqueue", *_asked(ticket, limits))
+        taken, *reply = await self._enqueues.ask(_asked(ticket, limits))
         return [Assignment(*_strings(pair)) for pair in reply[0]] if taken else _refusal(*reply)
 
+    async def _enqueue_all(self, asked: Sequence[tuple[str | bytes, ...]]) -> Sequence[Any]:
+        replies: Sequence[Any] = await self._run("enqueue", "", *chain.from_iterable(asked))
+        return replies
+
     async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        taken, *reply = await self._run("enqueue", *_asked(ticket, limits), "admit")
+        ((taken, *reply),) = await self._run("enqueue", "admit", *_asked(ticket, limits))
         return None if taken else _refusal(*reply)
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
@@ -261,6 +269,7 @@ class RedisStateStore:
         await self._run("release", replica_id, lease_ms, packed_reading(reading), *request_ids)
 
     async def cancel(self, request_ids: Sequence[str]) -> None:
+        await self._enqueues.answered()  # a request whose client has left may be on its way yet
         await self._run("cancel", *request_ids)
 
     async def dispatch(self, router_id: str = "") -> list[Assignment]:

@@ -16,11 +16,4 @@ if redis.call('HGET', P .. ':slots', replica) ~= ARGV[2] or sizes ~= ARGV[5] or 
   offer(replica)
   dispatch('')
 end
-local old, oldest = {}, now_ms() - tonumber(ARGV[4])
-for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
-  local ticket = load_ticket(id)
-  if ticket and ticket[SINCE_MS] <= oldest then
-    old[#old + 1] = id
-  end
-end
-return old
+return redis.call('ZRANGEBYSCORE', P .. ':on:' .. replica, '-inf', now_ms() - tonumber(ARGV[4]))

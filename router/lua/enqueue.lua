@@ -1,8 +1,8 @@
--- ARGV: id, ticket, limits {max_waiting, max_wait_s, max_of_key}, quotas {{quota, cost, per_s, burst} ...},
--- 'admit' to go by limits and quotas and queue nothing.
--- Queue one ticket and hand out what can be handed out. Returns {1, this router's new assignments}, or
--- {0, what is spent, seconds until it may be tried again}.
-local id, ticket, limits, quotas = ARGV[1], cmsgpack.unpack(ARGV[2]), cmsgpack.unpack(ARGV[3]), cmsgpack.unpack(ARGV[4])
+-- ARGV: 'admit' to go by limits and quotas and queue nothing, else ''; then of each ticket: id, ticket,
+-- limits {max_waiting, max_wait_s, max_of_key}, quotas {{quota, cost, per_s, burst} ...}.
+-- Queue tickets, one after the other, and hand out what can be handed out. Returns for each {1, this router's new
+-- assignments}, or {0, what is spent, seconds until it may be tried again}.
+local ticket, limits, quotas -- of the one whose turn it is
 
 -- The predicted seconds of what goes first: all of it, and of this class.
 local function work_ahead_s()
@@ -68,40 +68,40 @@ local function no_room()
   end
 end
 
-local only_admits = ARGV[5] == 'admit'
-local had_a_place = not only_admits and forget(id)
-if had_a_place and had_a_place[ROUTER_ID] == ticket[ROUTER_ID] then
-  limits, quotas = { math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
-end
-
-local function refuse(reply)
-  if had_a_place then -- which is another's now
-    dispatch('')
+local function enqueue(id, only_admits)
+  local had_a_place = not only_admits and forget(id)
+  if had_a_place and had_a_place[ROUTER_ID] == ticket[ROUTER_ID] then
+    limits, quotas = { math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
   end
-  return reply
+  local spent, refusal = quotas_allow(quotas)
+  local replica = not refusal and choose(ticket)
+  refusal = refusal or (not replica and no_room())
+  if refusal then
+    if had_a_place then -- which is another's now
+      dispatch('')
+    end
+    return refusal
+  end
+  spend(spent)
+  if only_admits then
+    return { 1, {} }
+  end
+  ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
+  if replica and not had_a_place and not is_late(ticket, replica) then
+    -- What waits has no use for this replica, unless it is owed the next start: as through its lane, in fewer moves.
+    put_on(id, ticket, replica)
+    local others = next_is_owed(note_start(ticket)) and dispatch(ticket[ROUTER_ID]) or {}
+    table.insert(others, 1, { id, replica })
+    return { 1, others }
+  end
+  save_ticket(id, ticket)
+  put_in_lane(id, ticket)
+  return { 1, dispatch(ticket[ROUTER_ID], not (had_a_place or replica)) }
 end
 
-local spent, refusal = quotas_allow(quotas)
-if refusal then
-  return refuse(refusal)
+local replies = {}
+for i = 2, #ARGV, 4 do
+  ticket, limits, quotas = cmsgpack.unpack(ARGV[i + 1]), cmsgpack.unpack(ARGV[i + 2]), cmsgpack.unpack(ARGV[i + 3])
+  replies[#replies + 1] = enqueue(ARGV[i], ARGV[1] == 'admit')
 end
-local replica = choose(ticket)
-refusal = not replica and no_room()
-if refusal then
-  return refuse(refusal)
-end
-spend(spent)
-if only_admits then
-  return { 1, {} }
-end
-ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
-if replica and not had_a_place and not is_late(ticket, replica) then
-  -- What waits has no use for this replica, unless it is owed the next start: as through its lane, in fewer moves.
-  put_on(id, ticket, replica)
-  local others = next_is_owed(note_start(ticket)) and dispatch(ticket[ROUTER_ID]) or {}
-  table.insert(others, 1, { id, replica })
-  return { 1, others }
-end
-save_ticket(id, ticket)
-put_in_lane(id, ticket)
-return { 1, dispatch(ticket[ROUTER_ID], not (had_a_place or replica)) }
+return replies

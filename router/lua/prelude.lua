@@ -19,9 +19,9 @@
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:gang_patience hash  replica -> seconds for which batches of shorter answers go before one
 --   P:batches       hash  "<bin>:<why>" -> batches that went, full or as max_wait_s was over
---   P:on:<r>        set of ids on replica r
+--   P:on:<r>        zset  id -> ms when it came there: those on replica r
 --   P:unread_of:<r> hash  id -> tokens of its prompt that were not cached; those on replica r that it has not read
---   P:unread        hash  replica -> all of those
+--   P:unread        hash  replica -> all of those               P:prompts   hash  replica -> how many prompts
 --   P:reading       hash  replica -> msgpack {of those it has read, or cached, below 0 where more is to be read; with so
 --                                 many unread it takes no more, or false; its seconds per prompt token, or false}
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
@@ -213,6 +213,7 @@ local function note_read(replica, id)
   if tokens then
     redis.call('HDEL', P .. ':unread_of:' .. replica, id)
     redis.call('HINCRBY', P .. ':unread', replica, -tonumber(tokens))
+    redis.call('HINCRBY', P .. ':prompts', replica, -1)
   end
 end
 
@@ -251,10 +252,11 @@ local function put_on(id, ticket, replica)
   ticket[SINCE_MS] = now_ms()
   ticket[CHARGE_S] = work_at_s(ticket, unread, least) * slowness_of(replica)
   save_ticket(id, ticket)
-  redis.call('SADD', P .. ':on:' .. replica, id)
+  redis.call('ZADD', P .. ':on:' .. replica, ticket[SINCE_MS], id)
   if unread > 0 then
     redis.call('HSET', P .. ':unread_of:' .. replica, id, unread)
     redis.call('HINCRBY', P .. ':unread', replica, unread)
+    redis.call('HINCRBY', P .. ':prompts', replica, 1)
   end
   add_counted(':running', ':work', replica, 1, ticket[CHARGE_S])
   if ticket[RECALLABLE] and is_for_all(replica) then
@@ -270,7 +272,7 @@ end
 
 local function take_from_replica(id, ticket)
   local replica = ticket[REPLICA_ID]
-  if redis.call('SREM', P .. ':on:' .. replica, id) == 1 then
+  if redis.call('ZREM', P .. ':on:' .. replica, id) == 1 then
     note_read(replica, id)
     add_counted(':running', ':work', replica, -1, -ticket[CHARGE_S])
     if ticket[RECALLABLE] then
@@ -284,7 +286,7 @@ end
 local function set_slots(replica, slots)
   redis.call('HSET', P .. ':slots', replica, slots)
   if tonumber(slots) == 0 then
-    for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
+    for _, id in ipairs(redis.call('ZRANGE', P .. ':on:' .. replica, 0, -1)) do
       redis.call('ZREM', P .. ':recallable', id)
     end
   end
@@ -356,7 +358,7 @@ local function serves(replica, class)
   return is_for(redis.call('HGET', P .. ':serves', replica) or '', class)
 end
 
--- Of the replicas with credit that serve the ticket's class, with one call for each table but one: {replica, its work with
+-- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with
 -- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step} ..., and the least number of prompts
 -- that one of them has to read.
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
@@ -371,6 +373,7 @@ local function offers_to(ticket, owed)
   end
   local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
   local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
+  local prompts = redis.call('HMGET', P .. ':prompts', unpack(ids))
   local late = not owed and ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
   local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
@@ -380,7 +383,7 @@ local function offers_to(ticket, owed)
       local unread, pace = left[id] or ticket[UNREAD_TOKENS], token_s or ticket[PROMPT_TOKEN_S] * slowness
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
       offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness }
-      others = others > 0 and math.min(others, redis.call('HLEN', P .. ':unread_of:' .. id)) or 0
+      others = math.min(others, tonumber(prompts[i] or 0))
     end
   end
   return offers, others
@@ -732,13 +735,13 @@ end
 
 -- Take a replica out of every table; the requests on it are their routers' to recover.
 local function drop_replica(replica)
-  for _, id in ipairs(redis.call('SMEMBERS', P .. ':on:' .. replica)) do
+  for _, id in ipairs(redis.call('ZRANGE', P .. ':on:' .. replica, 0, -1)) do
     redis.call('HDEL', P .. ':tickets', id)
     no_longer_recallable(id)
   end
   redis.call('DEL', P .. ':on:' .. replica, P .. ':unread_of:' .. replica)
   for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'gang_patience',
-    'silence', 'unread', 'reading' }) do
+    'silence', 'unread', 'prompts', 'reading' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)
