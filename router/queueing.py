@@ -25,7 +25,7 @@ from router.timing import RequestTiming
 logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
-ENQUEUE_S = 1.0  # what stands still would else cost a new request all the time that a call has
+ENQUEUE_S = 2.0  # its own answer and those of two heartbeats are missing then: what is slow is not away
 MISSED_HEARTBEATS = 3  # make a replica lost, or this router cut off
 
 
