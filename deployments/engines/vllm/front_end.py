@@ -44,6 +44,7 @@ STAND_IN = "LlamaForCausalLM"
 # Threads of a front end that tokenize (vLLM has one), and the texts that all of them may be busy with: some 10 ms.
 TEXT_THREADS = 2
 SHORT_TEXT_CHARS = 32 << 10
+INLINE_CHARS = 2 << 10  # tokenized in less time than a thread takes to be handed it and to give it back
 MAX_COPIED_TOKENS = 1 << 19  # of prompts, by the answers to them; vLLM takes some 120 ns for each, on the event loop
 # Of the request that this task submits, as the chat template wrote it: the request itself has only tokens.
 prompt_text: ContextVar[str | None] = ContextVar("sluice_prompt_text", default=None)
@@ -397,11 +398,13 @@ def note_chats(renderer: Any) -> None:
 
 
 def let_short_texts_pass(renderer: Any) -> None:
-    """Long texts leave one of the threads that tokenize to the short ones."""
+    """Long texts leave one of the threads that tokenize to the short ones, and the shortest need none."""
     tokenize = renderer._tokenize_prompt_async
     long_ones = asyncio.Semaphore(renderer.model_config.renderer_num_workers - 1)
 
     async def tokenize_in_turn(prompt: Any, params: Any) -> Any:
+        if len(prompt["prompt"]) <= INLINE_CHARS:
+            return renderer._tokenize_prompt(prompt, params)
         if len(prompt["prompt"]) <= SHORT_TEXT_CHARS:
             return await tokenize(prompt, params)
         async with long_ones:

@@ -297,6 +297,7 @@ async def test_a_long_text_leaves_a_thread_to_short_ones(
                 assert may_end.wait(60)
             return self._tokenizer(text, **settings)
 
+    monkeypatch.setattr("deployments.engines.vllm.front_end.INLINE_CHARS", 10)
     monkeypatch.setattr("deployments.engines.vllm.front_end.SHORT_TEXT_CHARS", 1000)
     monkeypatch.setattr(BaseRenderer, "get_tokenizer", lambda renderer: Waits(get(renderer)))
     long = [asyncio.create_task(client.post("/tokenize", json={"prompt": "a" * 2000})) for _ in range(4)]
