@@ -9,11 +9,13 @@ from bench.machine import machine, versions
 from bench.pairing import Plan, measure_pairing
 from bench.report import Comparison, as_markdown
 from bench.servers import ServerSpec
-from bench.session import ENGINE_HELP, Session, file, new_parser, run_session
+from bench.session import ENGINE_HELP, Session, file, new_parser, positive, run_session
 
 BASELINE = "vllm serve"
 
 SLUICE_HELP = "Sluice with R routers and E engine replicas; several are measured in turn (default: 1x1)"
+
+VLLM_ROUTER_HELP = "also vllm-router (cache_aware) before E plain `vllm serve`"
 
 REPEATS_HELP = "pairs at each concurrency; an even number gives both the first turn as often (default: %(default)s)"
 
@@ -29,6 +31,7 @@ examples:
   python -m bench.compare                                    Sluice with 1 router and 1 engine replica
   python -m bench.compare --sluice 1x1 2x2 --markdown out.md also with 2 routers and 2 engine replicas
   python -m bench.compare --sluice-config stock.yaml         also with other settings, such as the engine's scheduler
+  python -m bench.compare --sluice 1x2 --vllm-router 2       beside vllm-router and two plain engines
   python -m bench.compare --control --sluice                 plain vLLM against itself: the noise of the method
   python -m bench.compare --model Qwen/Qwen3-8B -- --kv-cache-memory-bytes=20000000000 --no-enforce-eager   on a GPU
 
@@ -63,6 +66,8 @@ def specs(session: Session) -> list[ServerSpec]:
     found = [session.plain(BASELINE, 0)]
     if options.control:
         found.append(session.plain(f"{BASELINE} again", 1))
+    if options.vllm_router is not None:
+        found.append(session.vllm_router(f"vllm-router, {options.vllm_router} engines", 20, options.vllm_router))
     for routers, engines in options.sluice:
         settings = {"router": {"replicas": routers}, "engine": {"replicas": engines}}
         found.append(session.sluice(f"Sluice {routers}x{engines}", len(found) + 1, settings))
@@ -72,8 +77,8 @@ def specs(session: Session) -> list[ServerSpec]:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    if not (options.sluice or options.sluice_config or options.control):
-        raise ValueError("nothing to compare with: give --sluice, --sluice-config or --control")
+    if not (options.sluice or options.sluice_config or options.control or options.vllm_router):
+        raise ValueError("nothing to compare with: give --sluice, --sluice-config, --vllm-router or --control")
     return Plan(
         concurrency=tuple(options.concurrency),
         repeats=options.repeats,
@@ -97,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sluice", type=_replica_counts, nargs="*", default=[(1, 1)], metavar="RxE", help=SLUICE_HELP)
     add("--sluice-config", type=file, nargs="+", default=[], metavar="FILE", help=SLUICE_CONFIG_HELP)
     add("--control", action="store_true", help="also pair plain vLLM with a second plain vLLM")
+    add("--vllm-router", type=positive, metavar="E", help=VLLM_ROUTER_HELP)
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N", help="default: 1 16 64")
     add("--repeats", type=int, default=4, help=REPEATS_HELP)
     add("--requests-per-client", type=int, default=8, help="length of a run (default: %(default)s, at least 24 in all)")

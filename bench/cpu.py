@@ -17,6 +17,7 @@ class Role(enum.StrEnum):
     ENGINE_CORE = "engine core"
     API_SERVER = "vLLM API server"
     ROUTER = "router"
+    VLLM_ROUTER = "vllm-router"
     ENGINE_RELAY = "engine relay"
     PREDICTOR = "predictor"
     HAPROXY = "HAProxy"
@@ -31,6 +32,7 @@ ROLE_PATTERNS = (
     (re.compile(r"^ray::ServeReplica:\S*router", re.IGNORECASE), Role.ROUTER),
     (re.compile(r"^ray::ServeReplica:\S*engine", re.IGNORECASE), Role.ENGINE_RELAY),
     (re.compile(r"^ray::ServeReplica:\S*predictor", re.IGNORECASE), Role.PREDICTOR),
+    (re.compile(r"^(\S*python\S* )?\S*vllm-router\b|^vllm::router", re.IGNORECASE), Role.VLLM_ROUTER),
     (re.compile(r"^\S*haproxy\b"), Role.HAPROXY),
     (re.compile(r"^\S*(redis|valkey)-server\b|^ray::RedisServer", re.IGNORECASE), Role.REDIS),
     (re.compile(r"^ray::|/ray/|\bray-dashboard"), Role.RAY),

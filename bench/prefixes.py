@@ -2,8 +2,8 @@
 
 Every session sends a prompt, waits for its answer, thinks, and sends the same prompt with more behind it. Compared are
 Sluice by its defaults, Sluice that does not look where a prompt is cached (`mode: stock`), two `vllm serve` that take
-requests in turn, and two behind Ray Serve's prefix-aware router. All engines are up; one system at a time is loaded, in
-an order that rotates from round to round.
+requests in turn, two behind Ray Serve's prefix-aware router, and two behind vllm-router. All engines are up; one system
+at a time is loaded, in an order that rotates from round to round.
 A round gives all of them the same sessions, with prompts that nobody has seen before.
 """
 
@@ -29,12 +29,13 @@ from bench.chat_client import TEXT_PATH, ChatClient
 from bench.load import first_model
 from bench.open_loop import TOKEN_IDS, Request
 from bench.report import markdown_table
-from bench.servers import ServerSpec, ray_prefix_router
+from bench.servers import ServerSpec, ray_prefix_router, vllm_router
 from bench.session import EXIT_STATUS, Session, new_parser, positive, run_session, turns
 from bench.summary import Spread, paired_ratios
 
 SLUICE, BLIND, IN_TURN, RAY = "Sluice", "Sluice, mode: stock", "vllm serve, in turn", "vllm serve, prefix router of Ray"
-SYSTEMS = {"sluice": SLUICE, "stock": BLIND, "vllm": IN_TURN, "ray": RAY}
+RUST = "vllm serve, vllm-router"
+SYSTEMS = {"sluice": SLUICE, "stock": BLIND, "vllm": IN_TURN, "ray": RAY, "vllm-router": RUST}
 ENGINES = 2
 ANSWER_TOKENS = 8
 # Counters of tokens that engines found in their caches, as each kind of server names them.
@@ -45,7 +46,7 @@ EPILOG = f"""\
 examples:
   python -m bench.prefixes                    a random model of 27 million parameters, some 20 minutes on two cores
   python -m bench.prefixes --rounds 1 --sessions 8 --turns 4   a first look
-  python -m bench.prefixes --systems sluice,ray                beside Ray Serve's prefix-aware router alone
+  python -m bench.prefixes --systems sluice,ray,vllm-router    beside other routers that look at prefixes alone
 
 All engines get the same arguments, and after them whatever follows `--`.
 
@@ -184,7 +185,7 @@ def _ask(session: Session, system: System, sessions: Sequence[Conversation]) -> 
 
 def _started(session: Session, name: str) -> System:
     """Every system has ports of its own."""
-    place = (ENGINES + 1) * list(SYSTEMS).index(name)
+    place = (ENGINES + 2) * list(SYSTEMS).index(name)
     if name in ("sluice", "stock"):
         settings = {"mode": "full" if name == "sluice" else "stock", "engine": {"replicas": ENGINES}}
         url = session.start(session.sluice(SYSTEMS[name], place, settings)).spec.url
@@ -192,8 +193,8 @@ def _started(session: Session, name: str) -> System:
     engines = tuple(session.start(_plain(session, place + 1 + n)).spec.url for n in range(ENGINES))
     if name == "vllm":
         return System(urls=engines, counting=engines)
-    router = ray_prefix_router(RAY, session.options.first_port + place, engines)
-    return System(urls=(session.start(router).spec.url,), counting=engines)
+    before, port = {"ray": ray_prefix_router, "vllm-router": vllm_router}[name], session.options.first_port + place
+    return System(urls=(session.start(before(SYSTEMS[name], port, engines)).spec.url,), counting=engines)
 
 
 def _plain(session: Session, place: int) -> ServerSpec:

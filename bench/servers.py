@@ -34,7 +34,8 @@ ENGINE_ARGUMENTS = (
 )
 # Both systems are up at once, and vLLM wants this share of a GPU's memory to be free when an engine starts.
 GPU_ARGUMENTS = ("--gpu-memory-utilization=0.45",)
-SLUICE_READY, RAY_READY = "Sluice is ready: ", "Ray Serve is ready: "
+SLUICE_READY, RAY_READY, PEER_READY = "Sluice is ready: ", "Ray Serve is ready: ", "vllm-router is ready: "
+VLLM_ROUTER = "vllm-router==0.1.17"
 MARK = "SLUICE_BENCH_SERVER"
 POLL_S = 0.25
 GRACEFUL_STOP_S = 40.0
@@ -113,7 +114,7 @@ def plain_vllm(name: str, model: str, port: int, engine_arguments: Sequence[str]
 
 def sluice(name: str, port: int, *options: str) -> ServerSpec:
     """`sluice serve` with these options; those go before what a `--config` among them says."""
-    command = (_sluice_program(), "serve", f"--port={port}", *options)
+    command = (_program("sluice"), "serve", f"--port={port}", *options)
     return ServerSpec(name=name, command=command, port=port, ready_line=SLUICE_READY)
 
 
@@ -123,9 +124,25 @@ def ray_prefix_router(name: str, port: int, engine_urls: Sequence[str]) -> Serve
     return ServerSpec(name=name, command=command, port=port, ready_line=RAY_READY)
 
 
-def _sluice_program() -> str:
+def vllm_router(name: str, port: int, engine_urls: Sequence[str]) -> ServerSpec:
+    """Stands before engines that run already. What it says of itself goes to ports behind theirs."""
+    metrics_port = port + len(engine_urls) + 1
+    own = (f"--host={HOST}", f"--port={port}", f"--prometheus-host={HOST}", f"--prometheus-port={metrics_port}")
+    command = (_program("vllm-router"), *own, "--policy=cache_aware", "--worker-urls", *engine_urls)
+    return ServerSpec(name=name, command=command, port=port)
+
+
+def vllm_router_and_engines(
+    name: str, model: str, port: int, engines: int, engine_arguments: Sequence[str]
+) -> ServerSpec:
+    """vllm-router and its engines as one server, which takes `engines` + 2 ports."""
+    launcher = (sys.executable, "-m", "bench.peers.vllm_router", f"--port={port}", f"--engines={engines}")
+    return ServerSpec(name=name, command=(*launcher, model, *engine_arguments), port=port, ready_line=PEER_READY)
+
+
+def _program(name: str) -> str:
     """The script that belongs to this Python, not another one on PATH."""
-    return str(Path(sys.executable).with_name("sluice"))
+    return str(Path(sys.executable).with_name(name))
 
 
 def server_environment(mark: str) -> dict[str, str]:
@@ -163,7 +180,10 @@ class Server:
                     start_new_session=True,  # Ctrl-C ends the bench, and the bench ends the server
                 )
         except OSError as error:
-            raise ServerFailed(f"cannot start {self.spec.name}: {self.spec.command[0]}: {error.strerror}") from None
+            program = self.spec.command[0]
+            raise ServerFailed(
+                f"cannot start {self.spec.name}: {program}: {error.strerror}{_way_out(program)}"
+            ) from None
         self._root = psutil.Process(self._child.pid)
         return self
 
@@ -238,6 +258,10 @@ class Server:
             with suppress(psutil.Error):
                 process.send_signal(number)
         psutil.wait_procs(left, timeout=self._terminate_s)
+
+
+def _way_out(program: str) -> str:
+    return f"; {sys.executable} -m pip install {VLLM_ROUTER}" if Path(program).name == "vllm-router" else ""
 
 
 @contextmanager

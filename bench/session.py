@@ -31,6 +31,7 @@ from bench.servers import (
     shared_arguments,
     sluice,
     split_at_dashes,
+    vllm_router_and_engines,
 )
 
 MEASURED, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
@@ -166,6 +167,11 @@ class Session:
     def plain(self, name: str, place: int, *more: str) -> ServerSpec:
         """`vllm serve` on the place-th port."""
         return plain_vllm(name, self.model, self.options.first_port + place, (*self.engine_arguments, *more))
+
+    def vllm_router(self, name: str, place: int, engines: int) -> ServerSpec:
+        """vllm-router before so many `vllm serve`, on this port and those after."""
+        port = self.options.first_port + place
+        return vllm_router_and_engines(name, self.model, port, engines, self.engine_arguments)
 
     def sluice(self, name: str, place: int, settings: Mapping[str, Any], *more: str) -> ServerSpec:
         """Sluice on the place-th port, with these settings and defaults for the rest; `more` options of its own."""

@@ -78,7 +78,7 @@ def test_unusable_options_are_named_before_anything_starts(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("compare", ["--sluice"], "give --sluice, --sluice-config or --control"),
+        ("compare", ["--sluice"], "give --sluice, --sluice-config, --vllm-router or --control"),
         ("compare", ["--repeats", "0", "--", "--max-model-len=512"], "repeats must be positive, got 0"),
         ("first_token", ["--requests", "0"], "requests must be positive, got 0"),
         ("goodput", ["--answer", "1"], "answer must be at least 2 tokens"),
@@ -116,7 +116,11 @@ def test_a_port_that_is_taken_is_said_and_nothing_is_left(
             "--capacity 50 --requests 10 --rounds 1 --slots 2 --loads 1 --learn 4",
             "| Sluice without predictor |",
         ),
-        ("prefixes", "--sessions 2 --turns 2 --rounds 2 --think 0.01 --systems sluice,vllm", "| Sluice / this one "),
+        (
+            "prefixes",
+            "--sessions 2 --turns 2 --rounds 2 --think 0.01 --systems sluice,vllm,vllm-router",
+            "| vllm serve, vllm-router ",
+        ),
         ("prefill_decode", "--repeats 2 --seconds 1 --every 0.5 --streams 2", "| gap_p99_ms "),
     ],
 )
