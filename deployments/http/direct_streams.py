@@ -210,6 +210,8 @@ class DirectStream:
             self._sending = None
         if self._failure is not None:
             raise self._failure
+        if not self._claims:
+            return event
         found = self.kind.text_in(event)
         if found is None:
             return self._renumbered(event)

@@ -38,9 +38,9 @@ def write_past_generators(outputs: OutputProcessor, app_state: State) -> None:
         context = current.get()
         if context is None or (stream := context.text_stream) is None or stream.path not in paths:
             return
-        stream.claim()
         state = outputs.request_states[request.request_id]
         if _is_plain(request.sampling_params, state):
+            stream.claim()
             state.make_request_output = _Writing(state, stream)
 
     outputs.add_request = added

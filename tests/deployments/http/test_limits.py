@@ -135,3 +135,20 @@ def test_whatever_is_small_is_served(body: Any) -> None:
 @given(JSON, st.sampled_from(["stop", "bad_words", "messages", "choice", "n", "prompt", "items"]))
 def test_a_field_of_any_type_is_judged(value: Any, field: str) -> None:
     assert why({field: value}) is None or "answers" in str(why({field: value}))
+
+
+def test_fields_are_named_that_ask_for_something() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": False}
+    body = {
+        "prompt": "a",
+        "stream": True,
+        "echo": False,
+        "logprobs": None,
+        "seed": 0,
+        "n": 1,
+        "stream_options": options,
+    }
+    found = {"prompt", "stream", "seed", "stream_options.include_usage"}
+    assert judged(json.dumps(body).encode(), LIMITS).fields == found
+    assert judged(json.dumps({**body, "n": 2}).encode(), LIMITS).fields == found | {"answers"}
+    assert judged(b"[1]", LIMITS).fields == frozenset()
