@@ -67,7 +67,7 @@ def specs(session: Session) -> list[ServerSpec]:
     if options.control:
         found.append(session.plain(f"{BASELINE} again", 1))
     if options.vllm_router is not None:
-        found.append(session.vllm_router(f"vllm-router, {options.vllm_router} engines", 20, options.vllm_router))
+        found.append(session.vllm_router(f"vllm-router 1x{options.vllm_router}", 20, options.vllm_router))
     for routers, engines in options.sluice:
         settings = {"router": {"replicas": routers}, "engine": {"replicas": engines}}
         found.append(session.sluice(f"Sluice {routers}x{engines}", len(found) + 1, settings))

@@ -14,15 +14,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.servers import HOST, PEER_READY, Server, ServerFailed, ServerSpec, plain_vllm, vllm_router
+from bench.servers import HOST, PEER_READY, Server, ServerFailed, plain_vllm, vllm_router
 
 START_S = 600.0
-
-
-def specs(name: str, port: int, model: str, engines: int, engine_arguments: Sequence[str]) -> list[ServerSpec]:
-    """The engines, on the ports after the router's, and the router."""
-    behind = [plain_vllm(f"{name} {n}", model, port + 1 + n, engine_arguments) for n in range(engines)]
-    return [*behind, vllm_router(name, port, [spec.url for spec in behind])]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,10 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, signal.default_int_handler))
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sluice-bench-")))
         try:
-            *engines, router = specs("vllm-router", options.port, options.model, options.engines, engine_arguments)
-            started = [stack.enter_context(Server(spec, logs)) for spec in engines]
+            ports = range(options.port + 1, options.port + 1 + options.engines)
+            specs = [plain_vllm(f"engine {port}", options.model, port, engine_arguments) for port in ports]
+            started = [stack.enter_context(Server(spec, logs)) for spec in specs]
             for engine in started:
                 engine.wait_until_ready(START_S)
+            router = vllm_router("vllm-router", options.port, [spec.url for spec in specs])
             started.append(stack.enter_context(Server(router, logs)))
             started[-1].wait_until_ready(START_S)
             print(f"{PEER_READY}http://{HOST}:{options.port}", flush=True)
