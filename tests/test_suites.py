@@ -1,11 +1,12 @@
 """The table of long suites: each long test is in one of them, and each is found by what it is about."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.suites import EVERYWHERE, ROOT, SUITES, Suite, in_turn
+from tests.suites import EVERYWHERE, ROOT, SUITES, UNITS_MINUTES, Suite, in_turn, pace, run, turned
 
 LONG = re.compile(r"\bmark\.long\b")
 HERE = Path(__file__)
@@ -48,3 +49,29 @@ def test_suites_that_share_the_machine_run_at_once() -> None:
     groups = list(in_turn(SUITES))
     assert [suite for group in groups for suite in group] == list(SUITES)
     assert all(suite.beside == (number > 0) for group in groups for number, suite in enumerate(group))
+
+
+def test_each_suite_comes_first_in_its_turn() -> None:
+    assert [turned(SUITES, by)[0].name for by in range(len(SUITES))] == [suite.name for suite in SUITES]
+    assert sorted(suite.name for suite in turned(SUITES, 10**6 + 1)) == sorted(suite.name for suite in SUITES)
+    assert turned((), 3) == []
+
+
+def test_the_pace_is_what_the_units_took_here(tmp_path: Path) -> None:
+    assert pace(tmp_path) == 1.0
+    (tmp_path / "units").write_text(f"{3 * UNITS_MINUTES} 1288 passed")
+    assert pace(tmp_path) == 3.0
+    (tmp_path / "units").write_text("0.1 12 failed")
+    assert pace(tmp_path) == 1.0
+
+
+def test_what_would_end_too_late_is_named_and_does_not_begin(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.suites.STAGE", ("echo", "ran"))
+    short, long = (replace(SUITES[0], name=name, minutes=minutes) for name, minutes in (("short", 1e-3), ("long", 1e3)))
+    assert run([long, short], minutes=60.0) == []
+    printed = capfd.readouterr().out
+    assert "no time left for: python -m tests.suites long" in printed
+    assert "ran short" in printed and "ran long" not in printed
+    assert run([long]) == [] and "ran long" in capfd.readouterr().out

@@ -152,10 +152,11 @@ def test_the_command_measures_the_demo_model_writes_as_it_goes_and_says_what_it_
 @pytest.mark.timeout(900)
 def test_a_few_seconds_are_enough_for_a_profile(tmp_path: Path) -> None:
     profile = tmp_path / "mine.csv"
-    asked = command("--seconds", "10", "--error", "0", "-o", str(profile))
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=800, check=True)
+    asked = command("--seconds", "30", "--error", "0", "-o", str(profile))
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr
     took_s = [int(found) for found in re.findall(r"^\[ *(\d+) s\] \d+ of", done.stderr, re.MULTILINE)]
-    assert took_s and max(took_s) <= 10
+    assert took_s and max(took_s) <= 30
     assert calibrated(profile).step_s(decode_requests=4, kv_tokens=1024) > 0.0
 
 
