@@ -226,7 +226,7 @@ def pace(stages: Path = ROOT / ".pytest_cache" / "stages") -> float:
 
 
 def run(suites: Sequence[Suite], minutes: float = math.inf) -> list[str]:
-    """Returns the names of those that failed; one that fails stops no other, and none begins that would end too late."""
+    """Returns the names of those that failed. One that fails stops no other; none begins that would end too late."""
     end_s, failed = time.monotonic() + 60.0 * minutes, []
     for group in in_turn(suites):
         needed_s = 60.0 * pace() * max(suite.minutes for suite in group)
