@@ -189,6 +189,14 @@ class RouterMetrics:
         )
         self.task_failures = self._counter("background_failures", "Background tasks that failed, by name.", "task")
 
+    @property
+    def loop_lag(self) -> tuple[float, float]:
+        """Looks at the event loop so far, and the seconds of lag of all of them."""
+        samples = {
+            sample.name.rpartition("_")[2]: sample.value for sample in next(iter(self.loop_lag_s.collect())).samples
+        }
+        return samples["count"], samples["sum"]
+
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, namespace=self._namespace, registry=self.registry)
 

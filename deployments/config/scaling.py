@@ -36,10 +36,13 @@ class AutoscalingSection(ScalingSection):
 
 
 class RouterAutoscalingSection(ScalingSection):
-    """Routers follow the CPU that they use."""
+    """Routers follow the CPU that they use, and how late their event loops are."""
 
     cpu_use: float = Field(default=0.6, gt=0, lt=1)
     """Cores that a router should use on average; it cannot use much more than one."""
+    max_lag_s: Seconds = 0.02
+    """What the event loops of routers may be late in the mean, which every token waits for: beyond it one more router
+    is needed than there are."""
 
 
 class Scaled(Protocol):

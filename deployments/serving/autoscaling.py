@@ -1,4 +1,5 @@
-"""Ray Serve's autoscaling of engine replicas, by predicted work instead of ongoing requests, and of routers, by CPU.
+"""Ray Serve's autoscaling of engine replicas, by predicted work instead of ongoing requests, and of routers, by their
+event loops.
 
 Each replica reports the whole fleet as the shared state has it; the policy counts what is needed; Ray Serve applies the
 bounds and holds every decision until it has stood for the configured delay, so that a square wave faster than the delay
@@ -13,8 +14,9 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from deployments.config.scaling import AutoscalingSection, RouterAutoscalingSection, ScalingSection
 from policies.router.autoscale import (
     FleetState,
-    ReplicasForCpu,
-    ReplicasForCpuConfig,
+    LoopLoad,
+    ReplicasForLoops,
+    ReplicasForLoopsConfig,
     ReplicasForWork,
     ReplicasForWorkConfig,
 )
@@ -43,7 +45,8 @@ def engines_config(section: AutoscalingSection) -> AutoscalingConfig:
 
 
 def routers_config(section: RouterAutoscalingSection) -> AutoscalingConfig:
-    return _serve_config(section, "deployments.serving.autoscaling:ByCpu", {"cpu_use": section.cpu_use})
+    settings = {"cpu_use": section.cpu_use, "max_lag_s": section.max_lag_s}
+    return _serve_config(section, "deployments.serving.autoscaling:ByEventLoop", settings)
 
 
 def _serve_config(section: ScalingSection, policy: str, settings: dict[str, Any]) -> AutoscalingConfig:
@@ -94,26 +97,42 @@ def latest_state(context: AutoscalingContext) -> FleetState | None:
     )
 
 
-class CpuUse:
-    """Cores that this process has used since the last call."""
+class LoopUse:
+    """What this process has used, and how late its event loop was, since the last report."""
 
     def __init__(self) -> None:
-        self._cpu_s, self._wall_s = time.process_time(), time.monotonic()
+        self._cpu_s, self._wall_s, self._looks, self._lag_s = time.process_time(), time.monotonic(), 0.0, 0.0
 
-    def cores(self) -> float:
+    def report(self, looks: float, lag_s: float) -> Stats:
+        """A `LoopLoad` by its names.
+
+        Args:
+            looks, lag_s: at the event loop so far, and all their lag together.
+        """
         cpu_s, wall_s = time.process_time(), time.monotonic()
         used = (cpu_s - self._cpu_s) / max(1e-3, wall_s - self._wall_s)
-        self._cpu_s, self._wall_s = cpu_s, wall_s
-        return used
+        late_s = (lag_s - self._lag_s) / max(1.0, looks - self._looks)
+        self._cpu_s, self._wall_s, self._looks, self._lag_s = cpu_s, wall_s, looks, lag_s
+        return LoopLoad(cores=used, lag_s=late_s)._asdict()
 
 
-class ByCpu:
-    """Each router reports its own `cores`."""
+class ByEventLoop:
+    """Each router reports its own `LoopLoad`."""
 
     def __init__(self, **settings: Any) -> None:
-        self._policy = ReplicasForCpu(ReplicasForCpuConfig(**settings))
+        self._policy = ReplicasForLoops(ReplicasForLoopsConfig(**settings))
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        series = (context.raw_metrics or {}).get("cores", {}).values()
-        newest = [max((point.timestamp, point.value) for point in points)[1] for points in series if points]
-        return self._policy.choose(newest) if newest else context.target_num_replicas, {}
+        cores, lags = (_newest_of_each(context, name) for name in LoopLoad._fields)
+        loads = [LoopLoad(cores[router], lags[router]) for router in cores.keys() & lags.keys()]
+        return self._policy.choose(loads) if loads else context.target_num_replicas, {}
+
+
+def _newest_of_each(context: AutoscalingContext, name: str) -> dict[Any, float]:
+    """The last value under this name that each replica has reported."""
+    reports = (context.raw_metrics or {}).get(name, {})
+    return {
+        replica: max((point.timestamp, point.value) for point in points)[1]
+        for replica, points in reports.items()
+        if points
+    }

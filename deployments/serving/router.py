@@ -15,7 +15,7 @@ from deployments.http.middleware import REQUEST_ID_HEADER, TENANT
 from deployments.http.promises import CLASS_HEADER
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
-from deployments.serving.autoscaling import CpuUse, Stats
+from deployments.serving.autoscaling import LoopUse, Stats
 from deployments.serving.batch_runner import RemoteRunner
 from deployments.serving.lifetime import Lifetime
 from deployments.serving.service import Service, opened_service
@@ -42,7 +42,7 @@ class Router:
         predictor: DeploymentHandle | None = None,
         batches: DeploymentHandle | None = None,
     ) -> None:
-        self._lifetime, self._cpu_use = Lifetime(), CpuUse()
+        self._lifetime, self._loop_use = Lifetime(), LoopUse()
         log_by(config.logs.settings())
         keep_to_loopback()
         runner = None if batches is None else RemoteRunner(batches)
@@ -95,7 +95,7 @@ class Router:
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where routers are scaled."""
-        return {"cores": self._cpu_use.cores()}
+        return self._loop_use.report(*self._service.front_ends[0].metrics.loop_lag)
 
     async def __del__(self) -> None:
         await self._lifetime.end()

@@ -8,9 +8,10 @@ Delays against thrash are the driver's (Ray Serve holds a decision until it has 
 treats the number of replicas.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from policies.checks import require_at_least, require_positive, require_probability
 
@@ -65,31 +66,57 @@ class ReplicasForWork:
         return max(self.config.min_replicas, ceil(max(for_slots, for_queue) - 1e-9))
 
 
+class LoopLoad(NamedTuple):
+    """What a router's event loop takes, and what it costs.
+
+    Attributes:
+        cores: that its process uses.
+        lag_s: by how much its event loop is late in the mean: every token waits for so long.
+    """
+
+    cores: float
+    lag_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasForCpuConfig:
+class ReplicasForLoopsConfig:
     """What is enough for routers, each of which has one event loop and so about one core.
 
     Attributes:
         cpu_use: cores that one should use on average, below 1 for room to take a burst.
+        max_lag_s: what an event loop may be late in the mean.
         min_replicas: never fewer.
 
     Raises:
-        ConfigError: cpu_use is not between 0 and 1, or min_replicas below 1.
+        ConfigError: cpu_use is not between 0 and 1, max_lag_s not positive, or min_replicas below 1.
     """
 
     cpu_use: float = 0.6
+    max_lag_s: float = 0.02
     min_replicas: int = 1
 
     def __post_init__(self) -> None:
         require_probability(self, "cpu_use")
+        require_positive(self, "max_lag_s")
         require_at_least(1, self, "min_replicas")
 
 
-class ReplicasForCpu:
-    """The cores in use by all, over what one should use."""
+class ReplicasForLoops:
+    """The cores in use by all, over what one should use; and one more than there are while they are late.
 
-    def __init__(self, config: ReplicasForCpuConfig) -> None:
+    Lag says what CPU does not: a loop that waits for a core, or that long pieces of work hold up, is late at little
+    use. It does not say how many routers would mend it, so they come one at a time, and none goes before the lag is
+    down to half of what it may be.
+    """
+
+    def __init__(self, config: ReplicasForLoopsConfig) -> None:
         self.config = config
 
-    def choose(self, cores: Iterable[float]) -> int:
-        return max(self.config.min_replicas, ceil(sum(cores) / self.config.cpu_use - 1e-9))
+    def choose(self, loads: Sequence[LoopLoad]) -> int:
+        """Args:
+        loads: of each router; not empty.
+        """
+        lag_s = sum(load.lag_s for load in loads) / len(loads)
+        for_cpu = ceil(sum(load.cores for load in loads) / self.config.cpu_use - 1e-9)
+        for_lag = len(loads) if 2 * lag_s > self.config.max_lag_s else 0
+        return max(self.config.min_replicas, for_cpu, for_lag + (lag_s > self.config.max_lag_s))

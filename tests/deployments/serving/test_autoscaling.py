@@ -1,5 +1,6 @@
 """The scaling policy inside Ray Serve's own delays, over loads that jump up and down."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -8,8 +9,18 @@ from ray.serve import autoscaling_policy as serve_policy
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.config import AutoscalingContext
 
-from deployments.config.scaling import AutoscalingSection
-from deployments.serving.autoscaling import ByCpu, ByPredictedWork, CpuUse, Stats, engines_config, fleet_stats
+from deployments.config.scaling import AutoscalingSection, RouterAutoscalingSection
+from deployments.serving.autoscaling import (
+    ByEventLoop,
+    ByPredictedWork,
+    LoopUse,
+    Stats,
+    engines_config,
+    fleet_stats,
+    routers_config,
+)
+from router.event_loop import LOOK_S, look_for_lag
+from router.metrics import RouterMetrics
 from router.state_store import ReplicaLoad, Snapshot
 
 SLOTS, HIGH, LOW = 10, 30, 4
@@ -86,18 +97,46 @@ def test_a_slow_wave_is_followed_once_up_and_once_down_a_period(monkeypatch: pyt
 
 
 def test_routers_follow_the_cores_that_all_of_them_use() -> None:
-    decide = ByCpu(cpu_use=0.5, min_replicas=1)
-    reports = {"a": {"cores": 0.9}, "b": {"cores": 0.4}}
+    decide = ByEventLoop(cpu_use=0.5, max_lag_s=0.02, min_replicas=1)
+    reports = {"a": {"cores": 0.9, "lag_s": 0.001}, "b": {"cores": 0.4, "lag_s": 0.001}}
     assert decide(context(2, {}, reports, 1.0, None))[0] == 3
-    assert decide(context(2, {}, {"a": {"cores": 0.01}}, 1.0, None))[0] == 1
+    assert decide(context(2, {}, {"a": {"cores": 0.01, "lag_s": 0.0}}, 1.0, None))[0] == 1
     assert decide(context(2, {}, {}, 1.0, None))[0] == 2
+    assert decide(context(2, {}, {"a": {"cores": 9.0}}, 1.0, None))[0] == 2, "half of a report is none"
+
+
+def test_routers_that_are_late_get_one_more_at_a_time_and_keep_all_until_the_lag_is_halved() -> None:
+    decide = ByEventLoop(**routers_config(RouterAutoscalingSection(max_replicas=8)).policy.policy_kwargs)
+
+    def wanted(*lags_s: float) -> int:
+        reports = {str(n): {"cores": 0.1, "lag_s": lag_s} for n, lag_s in enumerate(lags_s)}
+        return int(decide(context(2, {}, reports, 1.0, None))[0])
+
+    assert wanted(0.05) == 2
+    assert wanted(0.05, 0.03) == 3
+    assert wanted(0.015, 0.015, 0.015) == 3
+    assert wanted(0.005, 0.005, 0.005) == 1
 
 
 def test_a_busy_process_uses_a_core_and_an_idle_one_none() -> None:
-    use = CpuUse()
+    use = LoopUse()
     until_s = time.process_time() + 0.3  # far more than a hundredth, though the machine stands still meanwhile
     while time.process_time() < until_s:
         pass
-    assert use.cores() > 0.01
+    assert use.report(0.0, 0.0)["cores"] > 0.01
     time.sleep(0.2)
-    assert use.cores() < 0.5
+    assert use.report(0.0, 0.0)["cores"] < 0.5
+
+
+async def test_the_lag_is_that_since_the_last_report() -> None:
+    use, metrics = LoopUse(), RouterMetrics()
+    look = asyncio.create_task(look_for_lag(metrics.loop_lag_s.observe))
+    await asyncio.sleep(0)
+    until_s = time.monotonic() + LOOK_S + 0.1
+    while time.monotonic() < until_s:
+        pass
+    await look
+    assert use.report(*metrics.loop_lag)["lag_s"] > 0.09
+    metrics.loop_lag_s.observe(0.0)
+    assert use.report(*metrics.loop_lag)["lag_s"] == 0.0
+    assert use.report(*metrics.loop_lag)["lag_s"] == 0.0
