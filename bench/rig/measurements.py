@@ -18,10 +18,10 @@ def _ms(seconds: Sequence[float], percent: float) -> float:
     return found * 1e3
 
 
-async def wait_for_replica(router: RigRouter) -> None:
-    async with asyncio.timeout(30):
+async def wait_for_replicas(router: RigRouter, replicas: int = 1) -> None:
+    async with asyncio.timeout(30 + 3 * replicas):
         while True:
-            if await router.store.replica_infos():
+            if len(await router.store.replica_infos()) >= replicas:
                 break
             await asyncio.sleep(0.05)
         await router.ask(1)
@@ -29,7 +29,7 @@ async def wait_for_replica(router: RigRouter) -> None:
 
 async def throughput(seconds: float, concurrency: int, router: RigRouter) -> Figures:
     """Requests of one token, as fast as they go."""
-    await wait_for_replica(router)
+    await wait_for_replicas(router)
     done, until_s = 0, time.perf_counter() + seconds
     before_cpu_s, before_s = cpu_s(), time.perf_counter()
 
@@ -46,7 +46,7 @@ async def throughput(seconds: float, concurrency: int, router: RigRouter) -> Fig
 
 async def ticket_delay(rate: float, seconds: float, router: RigRouter) -> Figures:
     """From submission to assignment, at a steady rate."""
-    await wait_for_replica(router)
+    await wait_for_replicas(router)
     delays: list[float] = []
     started_s = time.perf_counter()
 
@@ -93,9 +93,11 @@ async def queued(number: int, redis_pid: int, router: RigRouter) -> Figures:
     return figures
 
 
-async def added_time(concurrency: int, ttft_s: float, interval_s: float, tokens: int, router: RigRouter) -> Figures:
+async def added_time(
+    replicas: int, concurrency: int, ttft_s: float, interval_s: float, tokens: int, router: RigRouter
+) -> Figures:
     """What a request sees beyond the engine's own times."""
-    await wait_for_replica(router)
+    await wait_for_replicas(router, replicas)
     per_stream = max(3, 64 // concurrency)
 
     async def stream() -> list[list[float]]:

@@ -146,7 +146,7 @@ def child(target: Callable[..., object], *args: object) -> Iterator[None]:
 async def serve_engine(url: str, namespace: str, engine: Any, config: RelayConfig, max_model_len: int) -> None:
     """A replica with that engine, until SIGTERM."""
     store = RedisStateStore(connect(url), namespace)
-    info = ReplicaInfo(replica_id="null", host="127.0.0.1", port=0, max_model_len=max_model_len)
+    info = ReplicaInfo(replica_id=secrets.token_hex(4), host="127.0.0.1", port=0, max_model_len=max_model_len)
     relay = Relay(engine=engine, store=store, info=info, config=config)
     await relay.start("127.0.0.1")
     stopped = asyncio.Event()

@@ -105,7 +105,7 @@ def measured(redis_url: str, endpoint: str, ratio: float | None, streams: int, t
     os.environ.update(environment(endpoint, ratio))
     namespace = secrets.token_hex(4)
     with child(serve, redis_url, namespace, 1024, TTFT_S, INTERVAL_S):
-        measurement = partial(added_time, streams, TTFT_S, INTERVAL_S, tokens)
+        measurement = partial(added_time, 1, streams, TTFT_S, INTERVAL_S, tokens)
         (figures,) = in_routers(redis_url, namespace, 1, measurement)
     return float(figures[FIGURE])
 
