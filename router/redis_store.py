@@ -285,7 +285,8 @@ class RedisStateStore:
         classes = f",{','.join(info.classes)}," if info.classes else ""
         gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
         packed, silence_ms = msgspec.msgpack.encode(info), int(info.silence_s * 1000)
-        fields = (packed, slots, classes, repr(slowness), gang, repr(info.gang_patience_s), silence_ms, _OF_NOBODY)
+        batches = (gang, repr(info.gang_patience_s), info.rolling_size)
+        fields = (packed, slots, classes, repr(slowness), *batches, silence_ms, _OF_NOBODY)
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(

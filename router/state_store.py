@@ -25,7 +25,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_model_len: most tokens of prompt and answer together; an engine may lower the configured value to fit.
         max_batch_tokens: most tokens of one engine step.
-        classes, gang_max_wait_s, gang_patience_s: as in `ReplicaTerms`.
+        classes, gang_max_wait_s, gang_patience_s, rolling_size: as in `ReplicaTerms`.
         silence_s: without a heartbeat for so long it counts as dead.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; whatever may read the shared state may connect.
@@ -39,6 +39,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None
     gang_patience_s: float = 0.0
+    rolling_size: int = 1
     silence_s: float = 10.0
     kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
@@ -46,7 +47,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def terms(self) -> ReplicaTerms:
         return ReplicaTerms(
-            classes=self.classes, gang_max_wait_s=self.gang_max_wait_s, gang_patience_s=self.gang_patience_s
+            classes=self.classes,
+            gang_max_wait_s=self.gang_max_wait_s,
+            gang_patience_s=self.gang_patience_s,
+            rolling_size=self.rolling_size,
         )
 
     def takes(self, slo_class: str) -> bool:

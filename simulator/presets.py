@@ -5,8 +5,9 @@ engine refuses, by vLLM's own limits, is not tried at another.
 `sluice` is every default: forecast admission, steps and queues by promises, exclusive or mixed by cost, the replica
 whose first token comes soonest, and requests that wait in the router while replicas have enough to read. It is told
 what is promised. Neither has bins: they only matter to gang batches.
-`papers` is what the five papers describe, as `sluice serve --preset papers` has it but for buckets: whole batches of
-one bin to an idle replica, phases by 003's rules, batches by 001's two algorithms.
+`papers` is what the five papers describe, as `sluice serve --preset papers` has it but for buckets: rolling batches of
+one bin, phases by 003's rules, batches by 001's two algorithms. `papers_literal` gives whole batches to an idle
+replica.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +24,8 @@ from simulator.engines import EngineProfile
 from simulator.report import EVERY_CLASS, Target
 from simulator.router import RouterConfig
 
-SYSTEMS = ("stock", "sluice", "papers")
-PAPERS_BATCH_SIZE = 32
+SYSTEMS = ("stock", "sluice", "papers", "papers_literal")
+PAPERS_BATCH_SIZE, PAPERS_ROLLING_SIZE = 32, 8
 
 
 def system(
@@ -58,8 +59,8 @@ def system(
         engine = replace(engine, ordered=True)
         defaults = _told(targets or {}, profile)
         defaults |= {"batch": "auto"}
-        if name == "papers":
-            defaults |= _of_papers(defaults)
+        if name.startswith("papers"):
+            defaults |= _of_papers(defaults, literal=name == "papers_literal")
     else:
         raise ConfigError(f"unknown system {name!r}; there are {', '.join(SYSTEMS)}")
     if changes.get("batch") == defaults.get("batch"):
@@ -81,9 +82,13 @@ def _told(targets: Mapping[str, Target], profile: EngineProfile) -> dict[str, An
     }
 
 
-def _of_papers(told: Mapping[str, Any]) -> dict[str, Any]:
+def _of_papers(told: Mapping[str, Any], *, literal: bool) -> dict[str, Any]:
     """What is otherwise than by default, as deployments/configs/papers.yaml has it."""
-    batches = GangConfig(batch_size=PAPERS_BATCH_SIZE, max_wait_s=0.5)
+    size = PAPERS_BATCH_SIZE if literal else PAPERS_ROLLING_SIZE
+    router = replace(told["router"], rolling_size=size)
+    if literal:
+        batches = GangConfig(batch_size=size, max_wait_s=0.5)
+        router = RouterConfig(class_names=told["router"].class_names, batches=batches)
     rules = {
         "phase_rule": "threshold",
         "mode_rule": "crossover",
@@ -92,8 +97,8 @@ def _of_papers(told: Mapping[str, Any]) -> dict[str, Any]:
         "itl_target_s": 0.05,
     }
     return {
-        "bins": MultiBinConfig(bins=4, rule="optimal", batch_size=PAPERS_BATCH_SIZE),
-        "router": RouterConfig(class_names=told["router"].class_names, batches=batches),
+        "bins": MultiBinConfig(bins=4, rule="optimal", batch_size=size),
+        "router": router,
         "batch_settings": {**told["batch_settings"], "papers": rules},
     }
 

@@ -52,6 +52,8 @@ class RouterConfig:
         limits: how much of a class may wait; without any, all of it.
         batches: idle replicas take whole batches of one bin and class, formed in this way (paper 000); None gives out
             single requests.
+        rolling_size: of the rolling batches of one bin and class that replicas take; 1 gives out each request as it
+            comes.
 
     Raises:
         ConfigError: a value is out of bounds; batches would wait for ever, or go with what is of single requests.
@@ -66,22 +68,24 @@ class RouterConfig:
     late_patience_s: float = 60.0
     limits: Mapping[str, ClassLimits] = field(default_factory=dict)
     batches: GangConfig | None = None
+    rolling_size: int = 1
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead", "max_recalls", "late_patience_s")
+        require_at_least(1, self, "rolling_size")
         require_positive(self, "credit_s")
         if self.batches is None:
             return
         if self.batches.max_wait_s == math.inf:
             raise ConfigError("batches.max_wait_s must be finite: the last requests would wait for ever")
-        if self.credit_s is not None or self.credit_lookahead != 0:
-            raise ConfigError("credit_s and credit_lookahead are of single requests, and batches is set")
+        if self.credit_s is not None or self.credit_lookahead != 0 or self.rolling_size > 1:
+            raise ConfigError("credit_s, credit_lookahead and rolling_size are of single requests, and batches is set")
 
     def terms(self, slo_classes: frozenset[str] | None) -> ReplicaTerms:
         """The terms of a replica that is reserved for these classes."""
         classes = tuple(sorted(slo_classes or ()))
         if self.batches is None:
-            return ReplicaTerms(classes=classes)
+            return ReplicaTerms(classes=classes, rolling_size=self.rolling_size)
         max_wait_s, patience_s = self.batches.max_wait_s, self.batches.patience_s
         return ReplicaTerms(classes=classes, gang_max_wait_s=max_wait_s, gang_patience_s=patience_s)
 
@@ -308,7 +312,8 @@ class Router:
             return _UNLIMITED_SLOTS
         if self.config.credit_s is None:
             return slots + ahead
-        return int(min(slots, engine.memory.requests)) + lookahead(slots) + late_uncounted(engine.late, slots)
+        more = lookahead(slots) if self.config.rolling_size == 1 else 0  # a rolling batch waits for slots in the router
+        return int(min(slots, engine.memory.requests)) + more + late_uncounted(engine.late, slots)
 
     def _reading(self, engine: Engine) -> Reading:
         replica, pace_s = self._dispatcher.ledger.replicas[engine.replica_id], engine.seconds_per_prompt_token

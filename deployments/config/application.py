@@ -14,14 +14,14 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
 from deployments.config.classes import DEFAULT_CLASSES, ClassSection, OrderSection
-from deployments.config.engine import GangSection, Role
+from deployments.config.engine import EngineSection, GangSection, Role
 from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
@@ -160,15 +160,18 @@ class AppConfig(ModelSection):
     @model_validator(mode="after")
     def _gives_vllm_what_it_is_set_to_take(self) -> "AppConfig":
         engines = [section.engine for section in self._models if section.engine.kind == "vllm"]
-        if self.bins.dispatch == "requests":
+        dispatch = self.bins.dispatch
+        if dispatch == "requests":
             if any(engine.gang != GangSection() for engine in engines):
                 raise ValueError(
-                    "engine.gang: an engine of kind vllm takes single requests, set bins.dispatch: batches, or "
-                    "engine.kind: transformers"
+                    "engine.gang: an engine of kind vllm takes single requests, set bins.dispatch: rolling or batches, "
+                    "or engine.kind: transformers"
                 )
             return self
         if engines and self.mode != "full":
-            raise ValueError(f"bins.dispatch: batches is a policy of mode: full, not of mode: {self.mode}")
+            raise ValueError(f"bins.dispatch: {dispatch} is a policy of mode: full, not of mode: {self.mode}")
+        if dispatch == "rolling":
+            return self._rolls_what_is_single(engines)
         if any(engine.prefill for engine in engines):
             raise ValueError(
                 "engine.prefill hands a KV cache over as soon as it is read, and with bins.dispatch: batches it would "
@@ -177,6 +180,14 @@ class AppConfig(ModelSection):
         if any(engine.credit_lookahead for engine in engines):
             raise ValueError(
                 "engine.credit_lookahead is of no use with bins.dispatch: batches: replicas take whole ones"
+            )
+        return self
+
+    def _rolls_what_is_single(self, engines: Sequence[EngineSection]) -> "AppConfig":
+        if any(engine.gang.max_wait_s != GangSection().max_wait_s for engine in engines):
+            raise ValueError(
+                "engine.gang.max_wait_s is of whole batches, and bins.dispatch: rolling waits for slots alone: leave "
+                "one of the two out"
             )
         return self
 
@@ -321,6 +332,16 @@ class AppConfig(ModelSection):
         takes_batches = self.engine.kind == "transformers" or self.bins.dispatch == "batches"
         return self.engine.gang if takes_batches else None
 
+    def rolling_size(self, role: Role) -> int:
+        """Of the rolling batches that engines take; 1 takes single requests as they come."""
+        rolls = self.bins.dispatch == "rolling" and self.engine.kind == "vllm" and role != "prefill"
+        return self.engine.gang.batch_size if rolls else 1
+
+    @property
+    def batches_of_bins(self) -> GangSection | None:
+        """How requests of one bin go together, whole or rolling; None where each goes by itself."""
+        return self.gang if self.bins.dispatch == "requests" else self.engine.gang
+
     @property
     def gang_patience_s(self) -> float:
         """For which batches of shorter answers go before one."""
@@ -339,8 +360,9 @@ class AppConfig(ModelSection):
         """Requests that an engine replica is offered beyond its `slots`, while `credit_s` is in force."""
         if (given := self.engine.credit_lookahead) is not None:
             return given
-        # The queue of a server of others is first come, first served.
-        return lookahead(slots) if credit_s is not None and self.engine.kind != "openai" else 0
+        # The queue of a server of others is first come, first served, and a rolling batch waits for slots.
+        waits_here = self.engine.kind == "openai" or self.bins.dispatch == "rolling"
+        return 0 if credit_s is None or waits_here else lookahead(slots)
 
     def promises(self) -> dict[str, Promise]:
         """What each class is promised, by its name."""

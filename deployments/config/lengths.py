@@ -25,11 +25,12 @@ class BinsSection(Section):
 
     count: int = Field(default=4, ge=1, le=64)
     """How many; 1 does not tell lengths apart."""
-    dispatch: Literal["requests", "batches"] = "requests"
-    """What engines of kind vllm are given: `requests`, each as soon as a replica has a slot, or `batches`: an idle
-    replica takes up to `engine.gang.batch_size` requests of one bin and class, once they are as many or one has waited
-    for `engine.gang.max_wait_s`, and nothing more until all have ended; `fills_idle` calls none of them back. Engines
-    of kind transformers always take batches."""
+    dispatch: Literal["requests", "rolling", "batches"] = "requests"
+    """What engines of kind vllm are given. `requests`: each as soon as a replica has a slot. `rolling`: so until all
+    slots of a replica are taken; then it takes the next requests when `engine.gang.batch_size` slots are free, and as
+    many of one bin and class as there are. `batches`: an idle replica takes up to `engine.gang.batch_size` requests of
+    one bin and class, once they are as many or one has waited for `engine.gang.max_wait_s`, and nothing more until all
+    have ended; `fills_idle` calls none of them back. Engines of kind transformers always take batches."""
     serving: Literal["first_formed", "shortest_first"] = "first_formed"
     """Which batch goes first: the one that was formed first, or that of the shortest bin, until one has waited for
     `router.late_patience_s` (as it was when the replica started)."""

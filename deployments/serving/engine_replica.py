@@ -186,6 +186,7 @@ class EngineReplica:
                 classes=classes,
                 gang_max_wait_s=config.gang.max_wait_s if config.gang else None,
                 gang_patience_s=config.gang_patience_s,
+                rolling_size=config.rolling_size(self._role),
                 silence_s=config.router.silence_s,
                 kv_layout=engine.kv_layout,
             ),

@@ -232,7 +232,7 @@ def _classifier(
     config = in_force.now.config
     return Classifier(
         predictor=HistogramPredictor(WINDOW_REQUESTS),
-        bins=MultiBin(config.bins.build(config.gang)),
+        bins=MultiBin(config.bins.build(config.batches_of_bins)),
         terms=in_force.view(_ticket_terms),
         step_times=config.work.build(),
         shared_batch_size=SHARED_BATCH,
@@ -241,7 +241,7 @@ def _classifier(
         prefixes=_prefixes(config),
         mode=config.mode,
         learned=learned,
-        buckets=config.bins.buckets(config.gang, max_model_len, literal=config.papers.literal_buckets)
-        if config.gang
+        buckets=config.bins.buckets(config.batches_of_bins, max_model_len, literal=config.papers.literal_buckets)
+        if config.batches_of_bins
         else None,
     )

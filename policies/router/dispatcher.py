@@ -5,9 +5,10 @@ while Redis is away, `simulator.router` simulates with it, and the scripts in ro
 call; a contract test holds them to it.
 
 While a replica has credit and a ticket waits that it may take, the most urgent ticket starts, where its first token is
-predicted to come soonest. A ticket that turns out to be late when it is its turn moves behind. One start in ten is owed
-to those behind. Among late tickets API keys take turns. Replicas that take whole batches get one when they are idle.
-Then slots are called back for urgent tickets that no replica could take.
+predicted to come soonest; where replicas take rolling batches, the next ones of its lane start beside it. A ticket that
+turns out to be late when it is its turn moves behind. One start in ten is owed to those behind. Among late tickets API
+keys take turns. Replicas that take whole batches get one when they are idle. Then slots are called back for urgent
+tickets that no replica could take.
 """
 
 from bisect import bisect_right
@@ -170,9 +171,29 @@ class Dispatcher:
             if called < MOST_CALLED_LATE and _turns_out_late(place.ticket, replica, now_s):
                 called += 1
                 self._call_late(place, now_s)
-            else:
-                self._start(place, replica, now_s)
-                started.append(place)
+                continue
+            is_first = replica.terms.rolling_size > 1 and self._is_most_urgent(place)
+            self._start(place, replica, now_s)
+            started.append(place)
+            if is_first:
+                started += self._companions(place.ticket, replica, now_s)
+        return started
+
+    def _is_most_urgent(self, place: Place) -> bool:
+        """In terms of bands: it was not owed its start."""
+        return self.lanes.heads()[0].ticket.deadline_key // BAND_S == place.ticket.deadline_key // BAND_S
+
+    def _companions(self, first: Ticket, replica: Replica, now_s: float) -> list[Place]:
+        """The rest of a rolling batch: the next ones of the lane and band of its first, but for those that are late."""
+        started: list[Place] = []
+        while len(started) + 1 < replica.terms.rolling_size and replica.takes_singles:
+            place = self.lanes.first_like(first)
+            if place is None or place.ticket.deadline_key // BAND_S != first.deadline_key // BAND_S:
+                break
+            if _turns_out_late(place.ticket, replica, now_s) or not _may_start_at(place.ticket, replica):
+                break
+            self._start(place, replica, now_s)
+            started.append(place)
         return started
 
     def _start(self, place: Place, replica: Replica, now_s: float) -> None:
@@ -232,14 +253,13 @@ class Dispatcher:
 
     def _choose(self, ticket: Ticket, *, owed: bool = False) -> Replica | None:
         """A late ticket goes where nothing is to be read, unless a start is owed to it."""
-        late = not owed and ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
         replicas = self.ledger.replicas
         offers = {
             replica_id: replica.offer(ticket)
             for replica_id, replica in replicas.items()
             if replica.takes_singles
             and replica.terms.takes(ticket.slo_class)
-            and not (late and replica.has_prompts_to_read)
+            and (owed or _may_start_at(ticket, replica))
         }
         chosen = self._placement(ticket, offers) if offers else None
         return None if chosen is None else replicas[chosen]
@@ -278,7 +298,7 @@ class Dispatcher:
     def _recalls(self) -> list[Ticket]:
         """Tickets whose slots go to urgent ones that no replica could take."""
         ledger = self.ledger
-        if not ledger.recallable or not self.lanes or ledger.slots_wait_for_reading:
+        if not ledger.recallable or not self.lanes or ledger.slots_wait:
             return []
         waiting = (each.ticket for each in self.lanes.by_urgency())
         views = (WaitingView(key=ticket.deadline_key, fills_idle=ticket.fills_idle) for ticket in waiting)
@@ -296,6 +316,12 @@ def _turns_out_late(ticket: Ticket, replica: Replica, now_s: float) -> bool:
     if ticket.late_key in (None, ticket.deadline_key) or ticket.deadline_s is None:
         return False
     return is_late(ticket.deadline_s, replica.reading_s(ticket), now_s)
+
+
+def _may_start_at(ticket: Ticket, replica: Replica) -> bool:
+    """A late ticket goes where nothing is to be read."""
+    is_late = ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
+    return not (is_late and replica.has_prompts_to_read)
 
 
 def _band_of(ticket: Ticket) -> Band | None:

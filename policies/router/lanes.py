@@ -69,6 +69,11 @@ class Lanes:
         place.ticket = ticket
         self.add(place)
 
+    def first_like(self, ticket: Ticket) -> Place | None:
+        """The first of the lane of this ticket; None where nothing of it waits."""
+        lane = self._lanes.get(_name(ticket))
+        return lane[0] if lane else None
+
     def heads(self) -> list[Place]:
         """The first of each lane, the most urgent first."""
         return sorted([lane[0] for lane in self._lanes.values()], key=_urgency)

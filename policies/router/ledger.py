@@ -37,6 +37,7 @@ class Replica:
         unread: prompt tokens of those whose prompts it has not read, by id; those that were cached do not count.
         given_tokens: the sum of ``unread``.
         reading: what it said last of its prompts.
+        is_refilled: all its slots were taken since as many were free as a rolling batch has.
     """
 
     replica_id: str
@@ -49,6 +50,20 @@ class Replica:
     unread: dict[str, int] = field(default_factory=dict)
     given_tokens: int = 0
     reading: Reading = Reading()
+    is_refilled: bool = False
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.on)
+
+    def note_slots(self) -> None:
+        """As many are taken, or there are as many, as were not before."""
+        if self.terms.rolling_size == 1 or self.terms.gang_max_wait_s is not None:
+            self.is_refilled = False
+        elif self.free_slots <= 0:
+            self.is_refilled = True
+        elif self.free_slots >= min(self.terms.rolling_size, self.slots):
+            self.is_refilled = False
 
     @property
     def unread_tokens(self) -> int:
@@ -71,7 +86,8 @@ class Replica:
 
     @property
     def takes_singles(self) -> bool:
-        return self.terms.gang_max_wait_s is None and len(self.on) < self.slots and not self.is_full_of_prompts
+        is_open = self.terms.gang_max_wait_s is None and not self.is_refilled
+        return is_open and self.free_slots > 0 and not self.is_full_of_prompts
 
     @property
     def takes_a_gang(self) -> bool:
@@ -93,7 +109,7 @@ class Replica:
             unread_prompts=len(self.unread),
             step_s=ticket.step_s * self.slowness,
             work_s=self.work_s + ticket.work_at_s(self.replica_id) * self.slowness,
-            free_slots=self.slots - len(self.on),
+            free_slots=self.free_slots,
         )
 
     def note_reading(self, reading: Reading) -> None:
@@ -132,6 +148,7 @@ class Ledger:
             replica.unread[ticket.request_id] = unread_tokens
             replica.given_tokens += unread_tokens
         replica.work_s += place.charge_s
+        replica.note_slots()
         if ticket.recallable and replica.is_for_all:
             self.recallable.add(ticket.request_id)
 
@@ -142,6 +159,7 @@ class Ledger:
         self._no_longer_recallable(request_id)
         # At zero tickets nothing is left of the sum, so that rounding never piles up.
         replica.work_s = replica.work_s - place.charge_s if replica.on else 0.0
+        replica.note_slots()
 
     def drop(self, replica_id: str) -> Iterable[str]:
         """The ids of what it held."""
@@ -155,6 +173,7 @@ class Ledger:
     def set_slots(self, replica: Replica, slots: int) -> None:
         """A replica that drains has no slots to give: nothing is called back from it."""
         replica.slots = slots
+        replica.note_slots()
         if slots == 0:
             self.recallable.difference_update(replica.on)
 
@@ -167,9 +186,10 @@ class Ledger:
         self.recalled.discard(request_id)
 
     @property
-    def slots_wait_for_reading(self) -> bool:
-        """A replica with free slots has enough to read: what waits gets one of them soon."""
-        return any(len(each.on) < each.slots and each.is_full_of_prompts for each in self.replicas.values())
+    def slots_wait(self) -> bool:
+        """A replica with free slots has enough to read, or waits for more of them: what waits gets one soon."""
+        replicas = self.replicas.values()
+        return any(each.free_slots > 0 and (each.is_full_of_prompts or each.is_refilled) for each in replicas)
 
 
 @dataclass(slots=True)

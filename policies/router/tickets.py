@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from policies.checks import require_at_least
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -112,11 +114,20 @@ class ReplicaTerms:
         gang_max_wait_s: None takes single requests. Else it takes batches of one class and bin, up to all its slots and
             only when all are free; one that is not full goes when a request has waited so long (policies.gang.batches).
         gang_patience_s: for which batches of shorter answers go before one; 0 is first formed, first served.
+        rolling_size: of one that takes single requests: once all its slots are taken, it takes the next ones when so
+            many are free again; and as many of one class, bin and bucket one after the other. 1 takes each as it comes.
+
+    Raises:
+        ConfigError: rolling_size is below 1.
     """
 
     classes: tuple[str, ...] = ()
     gang_max_wait_s: float | None = None
     gang_patience_s: float = 0.0
+    rolling_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, self, "rolling_size")
 
     def takes(self, slo_class: str) -> bool:
         return not self.classes or slo_class in self.classes

@@ -18,6 +18,8 @@
 --   P:gangs         hash  replica -> max_wait_s; it takes a whole batch of one lane, when all its slots are free
 --   P:gang_sizes    hash  replica -> most requests of its batches by bin, "8,8,4"; bins beyond are bound by its slots
 --   P:gang_patience hash  replica -> seconds for which batches of shorter answers go before one
+--   P:batch_size    hash  replica that takes single requests -> size of its rolling batches
+--   P:refilled      set of replicas whose slots were all taken, since as many were free as a rolling batch has
 --   P:batches       hash  "<bin>:<why>" -> batches that went, full or as max_wait_s was over
 --   P:on:<r>        zset  id -> ms when it came there: those on replica r
 --   P:unread_of:<r> hash  id -> tokens of its prompt that were not cached; those on replica r that it has not read
@@ -130,11 +132,24 @@ local function is_full_of_prompts(replica)
   return most and unread_tokens(replica, known) >= most
 end
 
+-- policies.router.ledger.Replica.note_slots, where `free` of its slots are not taken; true too where none is.
+local function is_refilled(replica, size, free, slots)
+  if size == 1 then
+    return free <= 0
+  elseif free <= 0 then
+    redis.call('SADD', P .. ':refilled', replica)
+  elseif free >= math.min(size, slots) then
+    redis.call('SREM', P .. ':refilled', replica)
+  end
+  return redis.call('SISMEMBER', P .. ':refilled', replica) == 1
+end
+
 -- Put a replica among the free ones, ordered by its outstanding work, or take it out when its slots are used up, or it has
 -- enough to read.
 local function offer(replica)
-  if hash_number(':running', replica) < hash_number(':slots', replica) and not is_full_of_prompts(replica)
-      and redis.call('HEXISTS', P .. ':gangs', replica) == 0 then
+  local slots, size = hash_number(':slots', replica), redis.call('HGET', P .. ':batch_size', replica)
+  local free = slots - hash_number(':running', replica)
+  if size and not is_refilled(replica, tonumber(size), free, slots) and not is_full_of_prompts(replica) then
     redis.call('ZADD', P .. ':free', hash_number(':work', replica), replica)
   else
     redis.call('ZREM', P .. ':free', replica)
@@ -550,6 +565,36 @@ local function look_again(heads, lane)
   end
 end
 
+-- In terms of bands: it was not owed its start.
+local function is_most_urgent(heads, ticket)
+  local least = math.huge
+  for _, head in ipairs(heads) do
+    least = math.min(least, head.key)
+  end
+  return math.floor(least / BAND_S) == math.floor(ticket[DEADLINE_KEY] / BAND_S)
+end
+
+-- Late tickets go where nothing is to be read.
+local function may_start_at(ticket, replica)
+  local known, most = reading_of(replica)
+  local late = ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
+  return not (late and most and unread_tokens(replica, known) > 0)
+end
+
+-- The rest of a rolling batch: the next ones of the lane and band of its first, but for those that are late.
+local function start_companions(lane, first, replica, started)
+  for _ = 2, tonumber(redis.call('HGET', P .. ':batch_size', replica)) do
+    local head = redis.call('ZSCORE', P .. ':free', replica) and of_rank(lane, 0)
+    local ticket = head and load_ticket(head.id)
+    if not ticket or math.floor(head.key / BAND_S) ~= math.floor(first[DEADLINE_KEY] / BAND_S)
+        or is_late(ticket, replica) or not may_start_at(ticket, replica) then
+      break
+    end
+    start(head.id, ticket, replica)
+    started[#started + 1] = { head.id, replica, ticket[ROUTER_ID] }
+  end
+end
+
 -- While a replica has credit and a lane holds a ticket that it may take: the most urgent goes first. Those that turn out
 -- to be late when it is their turn move behind.
 local function start_singles(started)
@@ -572,8 +617,12 @@ local function start_singles(started)
       save_ticket(head.id, ticket)
       rank(head.id, ticket)
     else
+      local is_first = is_most_urgent(heads, ticket)
       start(head.id, ticket, replica)
       started[#started + 1] = { head.id, replica, ticket[ROUTER_ID] }
+      if is_first then
+        start_companions(lane_of(ticket), ticket, replica, started)
+      end
     end
     look_again(heads, head.lane)
     if redis.call('EXISTS', P .. ':free') == 0 then
@@ -668,8 +717,13 @@ local function start_gangs(started)
   end
 end
 
--- A replica with slots that has enough to read: what waits gets one of them soon.
-local function slots_wait_for_reading()
+-- A replica with slots that has enough to read, or waits for more of them: what waits gets one of them soon.
+local function slots_wait()
+  for _, replica in ipairs(redis.call('SMEMBERS', P .. ':refilled')) do
+    if hash_number(':running', replica) < hash_number(':slots', replica) then
+      return true
+    end
+  end
   for _, replica in ipairs(redis.call('HKEYS', P .. ':reading')) do
     if hash_number(':running', replica) < hash_number(':slots', replica) and is_full_of_prompts(replica) then
       return true
@@ -679,7 +733,7 @@ end
 
 -- policies.router.recall.recalls: for urgent tickets that no replica could take.
 local function recall()
-  if redis.call('EXISTS', P .. ':recallable') == 0 or slots_wait_for_reading() then
+  if redis.call('EXISTS', P .. ':recallable') == 0 or slots_wait() then
     return
   end
   local heads, on_the_way, owners = heads_of_lanes(), redis.call('SCARD', P .. ':recalled'), {}
@@ -741,10 +795,11 @@ local function drop_replica(replica)
   end
   redis.call('DEL', P .. ':on:' .. replica, P .. ':unread_of:' .. replica)
   for _, table_name in ipairs({ 'replicas', 'serves', 'slots', 'running', 'slowness', 'work', 'gangs', 'gang_sizes', 'gang_patience',
-    'silence', 'unread', 'prompts', 'reading' }) do
+    'batch_size', 'silence', 'unread', 'prompts', 'reading' }) do
     redis.call('HDEL', P .. ':' .. table_name, replica)
   end
   redis.call('ZREM', P .. ':free', replica)
+  redis.call('SREM', P .. ':refilled', replica)
   redis.call('ZREM', P .. ':beats', replica)
 end
 

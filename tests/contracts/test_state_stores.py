@@ -38,6 +38,7 @@ def info(
     gang_max_wait_s: float | None = None,
     silence_s: float = FOR_EVER_S,
     gang_patience_s: float = 0.0,
+    rolling_size: int = 1,
 ) -> ReplicaInfo:
     return ReplicaInfo(
         replica_id=replica_id,
@@ -47,6 +48,7 @@ def info(
         classes=classes,
         gang_max_wait_s=gang_max_wait_s,
         gang_patience_s=gang_patience_s,
+        rolling_size=rolling_size,
         silence_s=silence_s,
         secret=b"s",
     )
@@ -1007,6 +1009,44 @@ async def test_less_than_a_batch_goes_when_its_wait_is_over_and_time_alone_is_en
     assert await store.locate(["b"]) == [""]
 
 
+async def test_a_rolling_replica_takes_what_comes_until_it_is_full_and_then_as_many_of_one_bin(
+    store: StateStore,
+) -> None:
+    await store.register_replica(info("r", rolling_size=2), 4)
+    first = [f"x{n}" for n in range(4)]
+    for name in first:
+        assert await store.enqueue(ticket(name)) == [Assignment(name, "r")]
+    for key, (name, bin_index) in enumerate((("a", 0), ("b", 1), ("c", 0), ("d", 1), ("e", 1))):
+        assert await store.enqueue(ticket(name, bin_index=bin_index, key=float(key))) == []
+    await store.release("r", first[:1])
+    assert await store.locate(["a", "b", "c"]) == ["", "", ""], "two slots must be free"
+    await store.release("r", first[1:2])
+    assert await store.locate(["a", "c", "b"]) == ["r", "r", ""]
+    await store.release("r", first[2:])
+    assert await store.locate(["b", "d", "e"]) == ["r", "r", ""]
+
+
+async def test_what_could_not_be_in_time_any_more_is_no_part_of_a_rolling_batch(store: StateStore) -> None:
+    await store.register_replica(info("r", rolling_size=3), 3, ["x", "y", "z"])
+    late = {"deadline_s": PASSED_S, "late_key": banded(Band.LATE, FAR_S)}
+    for n, (name, more) in enumerate((("a", {}), ("b", late), ("c", {}))):
+        await store.enqueue(ticket(name, key=banded(Band.IN_TIME, FAR_S + n), **more))
+    await store.enqueue(ticket("d", bin_index=1, key=banded(Band.IN_TIME, FAR_S + 9)))
+    await store.release("r", ["x", "y", "z"])
+    assert await store.locate(["a", "b", "c", "d"]) == ["r", "", "r", "r"]
+
+
+async def test_slots_that_wait_for_others_are_not_called_back_for(store: StateStore) -> None:
+    await store.register_replica(info("r", rolling_size=2), 2)
+    for name in ("x", "y"):
+        await store.enqueue(offline(name, 60.0))
+    await store.release("r", ["x"])
+    await store.enqueue(ticket("urgent", key=10.0))
+    assert (await store.snapshot()).recalled == frozenset()
+    await store.beat_replica("r", 1, FOR_EVER_S)
+    assert (await store.snapshot()).recalled == frozenset({"y"})
+
+
 async def test_gang_and_single_replicas_stand_side_by_side(store: StateStore) -> None:
     await store.register_replica(info("gang", gang_max_wait_s=math.inf), 2)
     await store.register_replica(info("single"), 1)
@@ -1182,7 +1222,8 @@ gang_waits = st.sampled_from([None, None, None, 0.0, math.inf])
 gang_sizes = st.sampled_from([(), (), (1,), (2, 1)])
 silences = st.sampled_from([FOR_EVER_S, FOR_EVER_S, FOR_EVER_S, 0.0])
 patiences = st.sampled_from([0.0, 0.0, math.inf])
-infos = st.builds(info, replica_ids, st.sampled_from([(), (), ("s",), ("s", "t")]), gang_waits, silences, patiences)
+reserved = st.sampled_from([(), (), ("s",), ("s", "t")])
+infos = st.builds(info, replica_ids, reserved, gang_waits, silences, patiences, st.sampled_from([1, 1, 2, 3]))
 speeds = st.sampled_from([1.0, 1.0, 2.0, 0.5])
 enqueues = st.tuples(st.just("enqueue"), tickets, limits)
 readings = st.none() | st.builds(
@@ -1374,6 +1415,8 @@ class Model:
         waiting = [self.known(i) for i, place in places.items() if not place]
         for found in await self.store.replica_infos():
             load = snapshot.replicas[found.replica_id]
+            if self.store.dispatcher.ledger.replicas[found.replica_id].is_refilled:
+                continue  # it waits for as many as a rolling batch has
             has_prompts_to_read = load.max_unread_tokens is not None and load.unread_tokens > 0
             classes = {t.slo_class for t in waiting if not (has_prompts_to_read and _is_late(t))}
             wanted = classes & set(found.classes) if found.classes else classes

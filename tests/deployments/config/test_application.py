@@ -98,7 +98,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         ({"engine": GANGS, "vllm_args": [argument, "2"]}, "", "one device")
         for argument in ("--tensor-parallel-size=2", "-tp", "--quantization", "--pipeline_parallel_size")
     ),
-    ({"engine": {"gang": {"batch_size": 4}}}, "", "bins.dispatch: batches"),
+    ({"engine": {"gang": {"batch_size": 4}}}, "", "bins.dispatch: rolling or batches"),
+    ({"bins": {"dispatch": "rolling"}, "mode": "stock"}, "", "bins.dispatch: rolling is a policy of mode: full"),
+    ({"bins": {"dispatch": "rolling"}, "engine": {"gang": {"max_wait_s": 1.0}}}, "", "engine.gang.max_wait_s"),
     *(
         ({"bins": {"dispatch": "batches"}, **clash}, "", said)
         for clash, said in (
@@ -300,6 +302,16 @@ def test_defaults_build_what_the_router_needs() -> None:
     assert made.work.build() == USUAL_STEP_TIMES
     targets = [made.promises()[slo_class].ttft_s or 0.0 for slo_class in ("interactive", "standard", "offline")]
     assert targets == sorted(targets)
+
+
+def test_rolling_batches_are_of_single_requests_and_wait_for_slots_in_the_router() -> None:
+    made = config(bins={"dispatch": "rolling"}, engine={"gang": {"batch_size": 6}, "prefill": {}})
+    assert (made.rolling_size("decode"), made.rolling_size("prefill"), made.gang) == (6, 1, None)
+    assert made.credit_s is not None and made.credit_lookahead(32, made.credit_s) == 0
+    assert made.batches_of_bins == made.engine.gang
+    plain = config()
+    assert (plain.rolling_size("decode"), plain.batches_of_bins) == (1, None)
+    assert plain.credit_lookahead(32, plain.credit_s) > 0
 
 
 def test_gangs_have_edges_of_their_own_and_shared_state_too() -> None:
