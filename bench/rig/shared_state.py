@@ -175,11 +175,13 @@ def draw(path: Path, found: dict[Case, list[Figures]]) -> None:
     for waiting, keys in sorted({case[1:] for case in found}):
         cases = sorted(case for case in found if case[1:] == (waiting, keys))
         costs = [Spread.of([each.redis_us for each in found[case]]).median for case in cases]
-        axes.plot([case.replicas for case in cases], costs, "o-", label=f"{waiting} waiting, {keys} API keys")
+        axes.plot(
+            [case.replicas for case in cases], costs, "o-", label=f"{waiting} waiting, {keys} API key{'s' * (keys > 1)}"
+        )
     axes.set(xlabel="engine replicas", ylabel="CPU of Redis per request, µs", xscale="log", ylim=(0, None))
     axes.set_xticks(ticks := sorted({case.replicas for case in found}), map(str, ticks))
     axes.minorticks_off()
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=110)
 
 

@@ -32,7 +32,7 @@ from simulator.predictors import predicted
 from simulator.presets import FEATURES, system, without
 from simulator.real_times import RealTimes
 from simulator.report import Target, attainment
-from simulator.reproduce.common import Setting, mean, table
+from simulator.reproduce.common import Setting, mean, output_rate, table
 from simulator.traces import read_workload
 from simulator.workload import Workload, gamma_bursts, length_law, synthetic
 
@@ -273,6 +273,25 @@ def leave_out(setting: Setting) -> list[str]:
         for name, (whole, *rest) in zip(named, shares, strict=True)
     ]
     return table(("load", "Sluice", *LEAVE_OUT), rows)
+
+
+def as_published(setting: Setting) -> list[str]:
+    """The papers' system beside the defaults and plain vLLM, on two engines: share in time, output tokens/s."""
+    variants = {"stock": STOCK, **{name: Variant(system=name) for name in ("sluice", "papers", "papers_literal")}}
+    on_two = [replace(variant, replicas=2) for variant in variants.values()]
+    loads = {f"mix {rate}/s each": partial(_of_law, TRAFFIC["mix"], rate) for rate in (6, 8, 10, 12)}
+    found = setting.grid(_share_and_rate, list(loads.values()), on_two).mean(axis=2)
+    rows = [
+        (name, *(f"{share:.3f}, {rate:.0f}" for share, rate in row)) for name, row in zip(loads, found, strict=True)
+    ]
+    return table(("load", *variants), rows)
+
+
+def _share_and_rate(job: tuple[Load, Variant, int]) -> tuple[float, float]:
+    load, variant, seed = job
+    known = predicted(load(seed, variant.replicas), variant.predictor, np.random.default_rng(seed))
+    served = run(variant.config(), known)
+    return attainment(served, LINES.targets), output_rate(served)
 
 
 def long_prompts(setting: Setting) -> list[str]:

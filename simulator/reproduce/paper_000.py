@@ -131,8 +131,7 @@ _WAYS: tuple[tuple[str, int, RouterConfig], ...] = (
 
 
 def dispatch(setting: Setting) -> list[str]:
-    """Rolling batches, and whole ones of 32, to an engine with continuous batching against single requests to its 32
-    slots."""
+    """Rolling and whole batches against single requests, to an engine with continuous batching and 32 slots."""
     rng = np.random.default_rng(0)
     made_up = synthetic("made up", length_law("lognormal:600:1"), length_law("lognormal:250:0.8"), 8000, rng)
     sources = {"azure_conv": setting.workload("azure_conv"), "made up": made_up}

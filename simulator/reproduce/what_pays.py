@@ -99,6 +99,37 @@ def _gang_rate(work: Workload, past: Workload, k: int, rule: str) -> float:
     return run_gang(_FULL, fixed_bins(edges), LengthTimes(s_per_token=0.025), work).throughput
 
 
+def rolling(setting: Setting) -> list[str]:
+    """Rolling batches of 16 out of 4 bins, and without bins, against single requests: saturated, 128 slots."""
+    engines, modes, sources = (
+        (_ENGINE, "Qwen3-8B@h100_vllm", "Llama-3.1-8B-Instruct@H200"),
+        ("mixed", "auto"),
+        _SETS[:3:2],
+    )
+    found = setting.grid(partial(_rolling_gain, _sources(setting, *sources)), engines, sources, modes)
+    rows = [
+        (engine, name, mode, *(_percent(each) for each in np.moveaxis(found[i, j, m], -1, 0)))
+        for (i, engine), (j, name), (m, mode) in product(enumerate(engines), enumerate(sources), enumerate(modes))
+    ]
+    return table(("engine", "lengths", "steps", "rolling, 4 bins", "rolling, 1 bin"), rows)
+
+
+def _rolling_gain(sources: Mapping[str, Workload], job: tuple[str, str, str, int]) -> list[float]:
+    engine, name, mode, seed = job
+    work = drawn(sources[name], 4000, seed)
+    rates = []
+    for bins, size in ((1, 1), (_BINS, 16), (1, 16)):
+        config = _config(
+            engine=engine,
+            batch="auto",
+            batch_settings={"mode": mode, "step_times": engine_profile(engine).times},
+            bins=fixed_bins(equal_mass_edges(work.output_tokens, bins)),
+            router=RouterConfig(rolling_size=size),
+        )
+        rates.append(steady_rate(saturated(config, work)))
+    return [rate / rates[0] for rate in rates[1:]]
+
+
 def gang_low_load(setting: Setting) -> list[str]:
     """Gang batches of 8, 64 servers: mean latency of 2 and 4 bins against none, by load around the critical rate."""
     source = setting.workload("lmsys")
