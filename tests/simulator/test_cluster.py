@@ -445,6 +445,19 @@ def test_an_idle_engine_takes_a_whole_batch_of_one_bin_and_class_and_nothing_unt
     assert max(map(len, batches)) == 4
 
 
+def test_a_full_engine_takes_rolling_batches_and_one_with_room_what_comes() -> None:
+    fixed = MultiBinConfig(bins=2, rule="fixed", initial_edges=(0.0, 40.0, 1000.0))
+    rolling = small("stock", replicas=1, bins=fixed, router=RouterConfig(rolling_size=4), order="fcfs", clients=64)
+    busy = run(rolling, workload(400, 1.0, seed=1))
+    assert_all_served(busy)
+    refills = [batch for batch in together(busy) if (batch[0].entered_s or 0.0) > 0.0]
+    assert np.mean([len(batch) for batch in refills]) >= 3.5
+    of_one_bin = [len({(r.predicted_output_tokens or 0.0) >= 40.0 for r in batch}) == 1 for batch in refills]
+    assert np.mean(of_one_bin) > 0.8, "but where a bin has no more"
+    idle = run(replace(rolling, clients=None), workload(50, 0.5, seed=1))
+    assert all(request.entered_s == request.arrival_s for request in idle.requests)
+
+
 def test_what_a_lost_engine_had_of_a_batch_is_served_by_another() -> None:
     result = run(in_batches(failures=(Failure(at_s=1.0, replica=0),)), workload(100, 8.0, seed=3))
     assert_all_served(result)
@@ -462,6 +475,8 @@ def test_batches_go_to_the_replicas_of_their_class() -> None:
     [
         ({"batches": GangConfig(max_wait_s=math.inf)}, "max_wait_s must be finite"),
         ({"batches": GangConfig(), "credit_lookahead": None}, "of single requests"),
+        ({"batches": GangConfig(), "rolling_size": 4}, "of single requests"),
+        ({"rolling_size": 0}, "rolling_size"),
     ],
 )
 def test_batches_that_would_wait_for_ever_or_be_no_batches_are_refused(router: dict[str, Any], says: str) -> None:
