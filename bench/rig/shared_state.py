@@ -38,16 +38,6 @@ class Case(NamedTuple):
     waiting: int
     keys: int
 
-    def __str__(self) -> str:
-        return f"{self.replicas} replicas, {self.waiting} waiting, {self.keys} keys"
-
-
-class Figures(NamedTuple):
-    """redis_us: CPU of Redis per request. requests_s: as many were done per second here."""
-
-    redis_us: float
-    requests_s: float
-
 
 class Fleet:
     """Routers and replicas of one application, as far as Redis sees them."""
@@ -124,7 +114,8 @@ class Fleet:
         )
 
 
-async def measured(url: str, redis_pid: int, case: Case, seconds: float) -> Figures:
+async def measured(url: str, redis_pid: int, case: Case, seconds: float) -> float:
+    """CPU of Redis per request, in microseconds."""
     server, fleet = psutil.Process(redis_pid), Fleet(url, case)
     subscribed = asyncio.Event()
     background = [asyncio.create_task(fleet.listen(subscribed))]
@@ -135,8 +126,7 @@ async def measured(url: str, redis_pid: int, case: Case, seconds: float) -> Figu
             background.append(asyncio.create_task(fleet.beat()))
             before_s, began_s = sum(server.cpu_times()[:2]), time.perf_counter()
             ended = sum(await asyncio.gather(*(fleet.replace(began_s + seconds) for _ in range(AT_ONCE))))
-        used_s = sum(server.cpu_times()[:2]) - before_s
-        return Figures(redis_us=1e6 * used_s / ended, requests_s=ended / (time.perf_counter() - began_s))
+        return 1e6 * (sum(server.cpu_times()[:2]) - before_s) / ended
     finally:
         for task in background:
             task.cancel()
@@ -146,27 +136,27 @@ async def measured(url: str, redis_pid: int, case: Case, seconds: float) -> Figu
         await fleet.store.close()
 
 
-def run(cases: Sequence[Case], repeats: int, seconds: float) -> dict[Case, list[Figures]]:
+def run(cases: Sequence[Case], repeats: int, seconds: float) -> dict[Case, list[float]]:
     """Each repeat goes through all cases, each with a Redis of its own: what the machine does besides falls on all."""
-    found: dict[Case, list[Figures]] = {case: [] for case in cases}
+    found: dict[Case, list[float]] = {case: [] for case in cases}
     for _, case in tqdm([(n, case) for n in range(repeats) for case in cases], desc="shared state", leave=False):
         with contextlib.closing(EmbeddedRedis(free_port(), secrets.token_urlsafe(16))) as redis:
             found[case].append(asyncio.run(measured(redis.url, redis.pid, case, seconds)))
     return found
 
 
-def table(found: dict[Case, list[Figures]]) -> list[str]:
+def table(found: dict[Case, list[float]]) -> list[str]:
     lines = [
         "| replicas | waiting | API keys | Redis CPU, µs a request | requests/s a core of Redis |",
         "|---|---|---|---|---|",
     ]
     for case, figures in found.items():
-        cost = Spread.of([each.redis_us for each in figures])
+        cost = Spread.of(figures)
         lines.append(f"| {case.replicas} | {case.waiting} | {case.keys} | {cost:.0f} | {1e6 / cost.median:.0f} |")
     return lines
 
 
-def draw(path: Path, found: dict[Case, list[Figures]]) -> None:
+def draw(path: Path, found: dict[Case, list[float]]) -> None:
     """Redis' CPU per request over replicas, a line for each number of waiting requests and keys."""
     from matplotlib.figure import Figure
 
@@ -174,7 +164,7 @@ def draw(path: Path, found: dict[Case, list[Figures]]) -> None:
     axes = figure.subplots()
     for waiting, keys in sorted({case[1:] for case in found}):
         cases = sorted(case for case in found if case[1:] == (waiting, keys))
-        costs = [Spread.of([each.redis_us for each in found[case]]).median for case in cases]
+        costs = [Spread.of(found[case]).median for case in cases]
         axes.plot(
             [case.replicas for case in cases], costs, "o-", label=f"{waiting} waiting, {keys} API key{'s' * (keys > 1)}"
         )

@@ -14,14 +14,15 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
 from deployments.config.classes import DEFAULT_CLASSES, ClassSection, OrderSection
-from deployments.config.engine import EngineSection, GangSection, Role
+from deployments.config.dispatch import check_dispatch
+from deployments.config.engine import GangSection, Role
 from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
@@ -159,36 +160,9 @@ class AppConfig(ModelSection):
 
     @model_validator(mode="after")
     def _gives_vllm_what_it_is_set_to_take(self) -> "AppConfig":
-        engines = [section.engine for section in self._models if section.engine.kind == "vllm"]
-        dispatch = self.bins.dispatch
-        if dispatch == "requests":
-            if any(engine.gang != GangSection() for engine in engines):
-                raise ValueError(
-                    "engine.gang: an engine of kind vllm takes single requests, set bins.dispatch: rolling or batches, "
-                    "or engine.kind: transformers"
-                )
-            return self
-        if engines and self.mode != "full":
-            raise ValueError(f"bins.dispatch: {dispatch} is a policy of mode: full, not of mode: {self.mode}")
-        if dispatch == "rolling":
-            return self._rolls_what_is_single(engines)
-        if any(engine.prefill for engine in engines):
-            raise ValueError(
-                "engine.prefill hands a KV cache over as soon as it is read, and with bins.dispatch: batches it would "
-                "wait for a batch: leave one of the two out"
-            )
-        if any(engine.credit_lookahead for engine in engines):
-            raise ValueError(
-                "engine.credit_lookahead is of no use with bins.dispatch: batches: replicas take whole ones"
-            )
-        return self
-
-    def _rolls_what_is_single(self, engines: Sequence[EngineSection]) -> "AppConfig":
-        if any(engine.gang.max_wait_s != GangSection().max_wait_s for engine in engines):
-            raise ValueError(
-                "engine.gang.max_wait_s is of whole batches, and bins.dispatch: rolling waits for slots alone: leave "
-                "one of the two out"
-            )
+        check_dispatch(
+            self.bins, self.mode, [section.engine for section in self._models if section.engine.kind == "vllm"]
+        )
         return self
 
     @model_validator(mode="after")

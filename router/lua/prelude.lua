@@ -565,7 +565,7 @@ local function look_again(heads, lane)
   end
 end
 
--- In terms of bands: it was not owed its start.
+-- In terms of bands, of heads that hold it yet: it was not owed its start.
 local function is_most_urgent(heads, ticket)
   local least = math.huge
   for _, head in ipairs(heads) do
@@ -582,8 +582,12 @@ local function may_start_at(ticket, replica)
 end
 
 -- The rest of a rolling batch: the next ones of the lane and band of its first, but for those that are late.
-local function start_companions(lane, first, replica, started)
-  for _ = 2, tonumber(redis.call('HGET', P .. ':batch_size', replica)) do
+local function start_companions(heads, first, replica, started)
+  local size, lane = tonumber(redis.call('HGET', P .. ':batch_size', replica)), lane_of(first)
+  if size == 1 or not is_most_urgent(heads, first) then
+    return
+  end
+  for _ = 2, size do
     local head = redis.call('ZSCORE', P .. ':free', replica) and of_rank(lane, 0)
     local ticket = head and load_ticket(head.id)
     if not ticket or math.floor(head.key / BAND_S) ~= math.floor(first[DEADLINE_KEY] / BAND_S)
@@ -617,12 +621,9 @@ local function start_singles(started)
       save_ticket(head.id, ticket)
       rank(head.id, ticket)
     else
-      local is_first = is_most_urgent(heads, ticket)
       start(head.id, ticket, replica)
       started[#started + 1] = { head.id, replica, ticket[ROUTER_ID] }
-      if is_first then
-        start_companions(lane_of(ticket), ticket, replica, started)
-      end
+      start_companions(heads, ticket, replica, started)
     end
     look_again(heads, head.lane)
     if redis.call('EXISTS', P .. ':free') == 0 then

@@ -120,18 +120,13 @@ def _alone_s(name: str, output_tokens: int) -> float:
 
 
 _BATCH = 32
-_WAYS: tuple[tuple[str, int, RouterConfig], ...] = (
-    ("rolling batches of 8, 1 bin", 1, RouterConfig(rolling_size=8)),
-    ("rolling batches of 8, 4 bins", 4, RouterConfig(rolling_size=8)),
-    ("batches, 1 bin", 1, RouterConfig(batches=GangConfig(batch_size=_BATCH, max_wait_s=1.0))),
-    ("batches, 4 bins", 4, RouterConfig(batches=GangConfig(batch_size=_BATCH, max_wait_s=1.0))),
-    ("batches, 4 bins, shortest first", 4,
-     RouterConfig(batches=GangConfig(batch_size=_BATCH, max_wait_s=1.0, patience_s=60.0))),
+_WAYS: tuple[tuple[str, int, float], ...] = (
+    ("1 bin", 1, 0.0), ("4 bins", 4, 0.0), ("4 bins, shortest first", 4, 60.0),
 )  # fmt: skip
 
 
 def dispatch(setting: Setting) -> list[str]:
-    """Rolling and whole batches against single requests, to an engine with continuous batching and 32 slots."""
+    """Whole batches of 32 to an engine with continuous batching against single requests to its 32 slots."""
     rng = np.random.default_rng(0)
     made_up = synthetic("made up", length_law("lognormal:600:1"), length_law("lognormal:250:0.8"), 8000, rng)
     sources = {"azure_conv": setting.workload("azure_conv"), "made up": made_up}
@@ -145,7 +140,7 @@ def dispatch(setting: Setting) -> list[str]:
         )
         for (label, _, _), each in zip(_WAYS, batched, strict=True):
             shown = (f"{mean(each[:, 0]):.0f}", f"x{spread(each[:, 0] / single[:, 0])}", f"{mean(each[:, 1]):.2f}")
-            rows.append((name, predictions, label, *shown))
+            rows.append((name, predictions, f"batches, {label}", *shown))
     heading = (
         "lengths", "predictions", "dispatch", "output tokens/s, all at once", "against single",
         "mean first token at half that load, s",
@@ -162,9 +157,10 @@ def _dispatched(sources: Mapping[str, Workload], job: tuple[str, str, int]) -> l
     single = run(_engine(_ENGINES[1], _BATCH), work)
     arriving = work.arriving(poisson(0.5 * len(work) / single.makespan_s, len(work), rng))
     found = [(output_rate(single), mean_ttft_s(run(_engine(_ENGINES[1], _BATCH), arriving)))]
-    for _, k, router in _WAYS:
+    for _, k, patience_s in _WAYS:
+        batches = GangConfig(batch_size=_BATCH, max_wait_s=1.0, patience_s=patience_s)
         bins = fixed_bins(optimal_edges(past.output_tokens, k, _BATCH, resolution=512))
-        config = _engine(_ENGINES[1], _BATCH, bins=bins, router=router)
+        config = _engine(_ENGINES[1], _BATCH, bins=bins, router=RouterConfig(batches=batches))
         found.append((output_rate(run(config, work)), mean_ttft_s(run(config, arriving))))
     return found
 
