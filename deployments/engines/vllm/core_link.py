@@ -1,11 +1,13 @@
 """The relay's side of an engine process: starts it, and speaks vLLM's messages with it. Imports nothing of vLLM.
 
 As vLLM's own client does: requests go out over one ZeroMQ socket, batches of outputs and the answers to calls come in
-over another one, and a third one is there until the engine has loaded.
+over another one, and a third one is there until the engine has loaded. The loop watches the descriptor itself:
+through `zmq.asyncio` a message costs the relay half as much again.
 """
 
 import asyncio
 import itertools
+import logging
 import multiprocessing
 import pickle
 import tempfile
@@ -17,13 +19,14 @@ from typing import Any, Protocol
 import msgspec
 import ray
 import zmq
-import zmq.asyncio
 
 from deployments.engines.vllm import core_process
 from deployments.engines.vllm.core_process import RayPlace, Told
 from deployments.engines.vllm.frames import FrameCodec, RelayedBatch
 from policies.errors import ConfigError, EngineCallError, ReplicaLostError
 from router.wire import Buffer
+
+logger = logging.getLogger(__name__)
 
 _ADD, _ABORT, _START_WAVE, _CALL = b"\x00", b"\x01", b"\x02", b"\x03"  # vLLM's EngineCoreRequestType
 _ALL = -1  # a rank that there is not, where one may be left out
@@ -73,9 +76,9 @@ ALONE = Rank()
 class Group(Protocol):
     """Of the ranks of one replica; see `deployments.engines.vllm.ranks`."""
 
-    async def added(self, link: "CoreLink") -> None: ...
+    def added(self, link: "CoreLink") -> None: ...
 
-    async def rest(self, wave: int) -> None: ...
+    def rest(self, wave: int) -> None: ...
 
     def died(self) -> None: ...
 
@@ -119,11 +122,12 @@ class CoreLink:
         self._numbers = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._batches = asyncio.Queue[RelayedBatch | None]()
-        self._listener: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="sluice-engine-")
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._input = self._bound(zmq.ROUTER, "input")
         self._output = self._bound(zmq.PULL, "output")
+        self._output_fd = int(self._output.get(zmq.FD))
         hears, tells = multiprocessing.Pipe(duplex=False)
         handshake = f"ipc://{self._folder.name}/handshake"
         self._process = multiprocessing.get_context("spawn").Process(
@@ -141,9 +145,10 @@ class CoreLink:
             self.shutdown()
             raise
 
-    def _bound(self, kind: int, name: str) -> zmq.asyncio.Socket:
+    def _bound(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.linger = 0
+        socket.set_hwm(0)  # slots bound what waits; a full one would drop requests without a word
         socket.bind(f"ipc://{self._folder.name}/{name}")
         return socket
 
@@ -165,7 +170,7 @@ class CoreLink:
         engine, _ = self._received(handshake)
         told = {"addresses": addresses, "parallel_config": self._rank.parallel_config()}
         handshake.send_multipart([engine, msgspec.msgpack.encode(told)])
-        _, ready = self._received(zmq.Socket.shadow(self._input))
+        _, ready = self._received(self._input)
         self._received(handshake)
         return msgspec.msgpack.decode(ready, type=Ready)
 
@@ -179,20 +184,20 @@ class CoreLink:
 
     # Once it has loaded
 
-    async def add(self, parts: Sequence[Buffer]) -> None:
+    def add(self, parts: Sequence[Buffer]) -> None:
         """Raises ReplicaLostError when it has died."""
-        await self._send(_ADD, parts)
+        self._send(_ADD, parts)
         if self.group is not None:
-            await self.group.added(self)
+            self.group.added(self)
 
-    async def start_wave(self, wave: int) -> None:
+    def start_wave(self, wave: int) -> None:
         """Other ranks have requests: it joins their steps."""
         if not self.dead:
-            await self._send(_START_WAVE, [msgspec.msgpack.encode((wave, _ALL))])
+            self._send(_START_WAVE, [msgspec.msgpack.encode((wave, _ALL))])
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         if not self.dead:
-            await self._send(_ABORT, [msgspec.msgpack.encode(request_ids)])
+            self._send(_ABORT, [msgspec.msgpack.encode(request_ids)])
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """A method of the engine core between two steps.
@@ -204,7 +209,7 @@ class CoreLink:
         number = next(self._numbers)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(_CALL, [msgspec.msgpack.encode((0, number, method, arguments))])
+            self._send(_CALL, [msgspec.msgpack.encode((0, number, method, arguments))])
             return await answer
         finally:
             del self._calls[number]
@@ -218,34 +223,39 @@ class CoreLink:
             raise ReplicaLostError("the engine core has died")
         return batch
 
-    async def _send(self, kind: bytes, parts: Sequence[Buffer]) -> None:
+    def _send(self, kind: bytes, parts: Sequence[Buffer]) -> None:
         self._listen()
         if self.dead:
             raise ReplicaLostError("the engine core has died")
-        await self._input.send_multipart([self._rank.name, kind, *parts], copy=False)
+        self._input.send_multipart([self._rank.name, kind, *parts], copy=False)
 
     def _listen(self) -> None:
-        if self._listener is None:
-            loop = asyncio.get_running_loop()
-            loop.add_reader(self._process.sentinel, self.died)
-            self._listener = loop.create_task(self._take_all())
+        if self._loop is None and not self.dead:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._process.sentinel, self.died)
+            self._loop.add_reader(self._output_fd, self._read)
+            self._read()
 
-    async def _take_all(self) -> None:
+    def _read(self) -> None:
+        """All that is there: the descriptor tells only that something has come since it was last read."""
         try:
             while not self.dead:
-                frames = await self._output.recv_multipart(copy=False)
-                if bytes(frames[0].buffer) == _DEAD:
-                    break
-                batch = self.codec.decode_batch([frame.buffer for frame in frames])
-                self._take(batch)
-                if batch.fields.wave_complete is not None and self.group is not None:
-                    await self.group.rest(batch.fields.wave_complete)
-        finally:
+                frames = self._output.recv_multipart(zmq.NOBLOCK)
+                if frames[0] == _DEAD:
+                    self.died()
+                else:
+                    self._take(self.codec.decode_batch(frames))
+        except zmq.Again:
+            return
+        except Exception:  # of any kind: a message that this relay can't read is an engine that it can't serve
+            logger.exception("reading what the engine core sent failed")
             self.died()
 
     def _take(self, batch: RelayedBatch) -> None:
         if batch.outputs:
             self._batches.put_nowait(batch)
+        if batch.fields.wave_complete is not None and self.group is not None:
+            self.group.rest(batch.fields.wave_complete)
         answer = batch.fields.utility_output
         if answer is None or (waits := self._calls.get(answer.call_id)) is None or waits.done():
             return
@@ -256,10 +266,12 @@ class CoreLink:
 
     def died(self) -> None:
         """The process has ended, or its engine has, or that of another rank."""
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self.dead:
             return
         self.dead = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._process.sentinel)
+            self._loop.remove_reader(self._output_fd)
         if self.group is not None:
             self.group.died()
         self._batches.put_nowait(None)
@@ -271,13 +283,13 @@ class CoreLink:
         """Blocks until its process has ended."""
         if self._process.pid is not None:
             self._end()
-        if self._listener is None or (loop := self._listener.get_loop()).is_closed():
+        if self._loop is None or self._loop.is_closed():
             self._close()
         else:
-            loop.call_soon_threadsafe(self._close)
+            self._loop.call_soon_threadsafe(self._close)
 
     def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.cancel()
+        if self._loop is None or not self._loop.is_closed():
+            self.died()
         self._context.destroy(linger=0)
         self._folder.cleanup()

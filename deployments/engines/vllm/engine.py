@@ -73,10 +73,10 @@ class VllmEngine:
 
     async def add(self, request: RelayedRequest) -> None:
         """Raises ReplicaLostError when the engine core has died, as all that follow."""
-        await self.core.add(self.codec.encode_request(request))
+        self.core.add(self.codec.encode_request(request))
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self.core.abort(request_ids)
+        self.core.abort(request_ids)
 
     async def next_outputs(self) -> RelayedBatch:
         return await self.core.next_batch()

@@ -27,7 +27,7 @@ class RankGroup:
         for link in links:
             link.group = self
 
-    async def added(self, link: CoreLink) -> None:
+    def added(self, link: CoreLink) -> None:
         """A request was sent to that rank."""
         if not self._steps_together:
             return
@@ -35,9 +35,9 @@ class RankGroup:
             self._came = True
             return
         self._runs = True
-        await self._start(other for other in self._links if other is not link)
+        self._start(other for other in self._links if other is not link)
 
-    async def rest(self, wave: int) -> None:
+    def rest(self, wave: int) -> None:
         """One of them says that all rest since that wave's end.
 
         A request that was on its way to one of them then has woken that one alone, so all are woken again. Where there
@@ -48,11 +48,11 @@ class RankGroup:
         self._wave = wave + 1
         self._runs, self._came = self._came, False
         if self._runs:
-            await self._start(self._links)
+            self._start(self._links)
 
-    async def _start(self, links: Iterable[CoreLink]) -> None:
+    def _start(self, links: Iterable[CoreLink]) -> None:
         for link in links:
-            await link.start_wave(self._wave)
+            link.start_wave(self._wave)
 
     def died(self) -> None:
         for link in self._links:

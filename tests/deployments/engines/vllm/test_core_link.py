@@ -59,6 +59,8 @@ def play(argv: list[str], handshake: str, telling: Connection, place: object, ra
             os._exit(1)
         elif method == "fail":
             goes.send(b"ENGINE_CORE_DEAD")
+        elif method == "babble":
+            goes.send(b"no message")
         elif method == "refuse":
             goes.send(msgspec.msgpack.encode([0, [], None, 1.0, [number, "no such setting", None]]))
         elif method == "parallel":
@@ -87,8 +89,8 @@ async def test_an_engine_process_says_what_it_is_and_answers_calls(link: CoreLin
     ]
     with pytest.raises(EngineCallError, match="^no such setting$"):
         await link.call("refuse")
-    await link.add([msgspec.msgpack.encode(["a"])])
-    await link.abort(["a"])
+    link.add([msgspec.msgpack.encode(["a"])])
+    link.abort(["a"])
     batches = [await link.next_batch() for _ in range(2)]
     assert [batch.outputs[0].new_token_ids for batch in batches] == [[0], [1]]
 
@@ -100,10 +102,10 @@ class Group:
         self.heard: list[object] = []
         link.group = self
 
-    async def added(self, link: CoreLink) -> None:
+    def added(self, link: CoreLink) -> None:
         self.heard.append("added")
 
-    async def rest(self, wave: int) -> None:
+    def rest(self, wave: int) -> None:
         self.heard.append(wave)
 
     def died(self) -> None:
@@ -118,8 +120,8 @@ async def test_a_rank_has_a_name_of_its_own_and_its_group_hears_of_it() -> None:
         "data_parallel_master_port": 7001,
         "_data_parallel_master_port_list": [7002, 7003],
     }
-    await link.add([msgspec.msgpack.encode(["a"])])
-    await link.start_wave(5)
+    link.add([msgspec.msgpack.encode(["a"])])
+    link.start_wave(5)
     batches = [await link.next_batch() for _ in range(2)]
     assert [batch.outputs[0].new_token_ids for batch in batches] == [[0], [5, -1]]
     await until(lambda: group.heard == ["added", 5])
@@ -139,10 +141,20 @@ async def test_nobody_waits_for_an_engine_that_has_died(link: CoreLink, how: str
     waiting = [asyncio.create_task(each) for each in (link.call("says nothing"), link.next_batch(), link.call(how))]
     done, _ = await asyncio.wait(waiting, timeout=30.0)
     assert link.dead and [type(task.exception()) for task in done] == [ReplicaLostError] * 3
-    for call in (link.call("echo"), link.next_batch(), link.add([b""])):
+    for call in (link.call("echo"), link.next_batch()):
         with pytest.raises(ReplicaLostError):
             await call
-    await link.abort(["a"])  # nobody is left to be told
+    with pytest.raises(ReplicaLostError):
+        link.add([b""])
+    link.abort(["a"])  # nobody is left to be told
+
+
+async def test_an_engine_that_says_what_cannot_be_read_is_given_up(
+    link: CoreLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ReplicaLostError):
+        await link.call("babble")
+    assert link.dead and "reading what the engine core sent failed" in caplog.text
 
 
 async def test_a_call_that_is_given_up_leaves_nothing(link: CoreLink) -> None:

@@ -33,7 +33,7 @@ class Link:
         self.waves: list[int] = []
         self.is_dead = False
 
-    async def start_wave(self, wave: int) -> None:
+    def start_wave(self, wave: int) -> None:
         self.waves.append(wave)
 
     def died(self) -> None:
@@ -48,33 +48,33 @@ def waves(links: Sequence[Link]) -> list[list[int]]:
     return [link.waves for link in links]
 
 
-async def test_the_first_request_after_a_rest_wakes_all_other_ranks_and_no_later_one() -> None:
+def test_the_first_request_after_a_rest_wakes_all_other_ranks_and_no_later_one() -> None:
     links = [Link() for _ in range(3)]
     group: Any = group_of(links)
-    await group.added(links[1])
-    await group.added(links[0])
+    group.added(links[1])
+    group.added(links[0])
     assert waves(links) == [[0], [], [0]]
 
 
-async def test_a_request_that_may_have_come_into_a_rest_wakes_all_again() -> None:
+def test_a_request_that_may_have_come_into_a_rest_wakes_all_again() -> None:
     links = [Link() for _ in range(2)]
     group: Any = group_of(links)
-    await group.added(links[0])
-    await group.added(links[0])
+    group.added(links[0])
+    group.added(links[0])
     for _ in links:  # each says so
-        await group.rest(0)
+        group.rest(0)
     assert waves(links) == [[1], [0, 1]]
     for _ in links:
-        await group.rest(1)  # it had been in time
+        group.rest(1)  # it had been in time
     assert waves(links) == [[1], [0, 1]]
-    await group.added(links[1])
+    group.added(links[1])
     assert waves(links) == [[1, 2], [0, 1]]
 
 
-async def test_ranks_without_experts_are_left_alone() -> None:
+def test_ranks_without_experts_are_left_alone() -> None:
     links = [Link(steps_together=False) for _ in range(2)]
     group: Any = group_of(links)
-    await group.added(links[0])
+    group.added(links[0])
     assert waves(links) == [[], []]
     group.died()
     assert all(link.is_dead for link in links)
