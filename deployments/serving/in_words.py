@@ -5,7 +5,13 @@ from typing import Any
 
 from router.state_store import ReplicaLoad
 
-_BOUNDS = {"memory": "the KV cache bounds the batch", "sla": "a promised time per token bounds the batch"}
+_BOUNDS = {
+    "memory": "the KV cache bounds the batch",
+    "sla": "a promised time per token bounds the batch",
+    "algorithm_1": "001's Algorithm 1 bounds the batch, for the KV cache",
+    "algorithm_2": "001's Algorithm 2 bounds the batch, for the time between tokens",
+    "n_star": "003's N* bounds the batch, for the KV cache",
+}
 
 
 def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:

@@ -90,7 +90,7 @@ class SlaConstrained:
         return f"a batch of {c.min_batch_size} misses {c.itl_target_s:g} s between tokens, so no batch is cut for it"
 
     def plan(self, state: BatchState) -> StepPlan:
-        return capped_plan(state, self.limit, Limit.SLA, steps=min(STANDING_STEPS, self._window.steps_left))
+        return capped_plan(state, self.limit, Limit.ALGORITHM_2, steps=min(STANDING_STEPS, self._window.steps_left))
 
     def observe(self, result: StepResult) -> None:
         gap_s = self._gap.add(result)

@@ -104,9 +104,9 @@ def test_a_target_that_nobody_was_promised_bounds_nothing() -> None:
 
 def test_the_strictest_promise_of_those_that_run_is_the_target() -> None:
     loose, strict = searching(), searching()
-    assert slow_steps(loose, running(inf, *[2.0] * 63)).limited_by is not Limit.SLA
+    assert slow_steps(loose, running(inf, *[2.0] * 63)).limited_by is not Limit.ALGORITHM_2
     plan = slow_steps(strict, running(0.03, *[2.0] * 63))
-    assert plan.limited_by is Limit.SLA and plan.max_batch_size < 64
+    assert plan.limited_by is Limit.ALGORITHM_2 and plan.max_batch_size < 64
     assert strict.plan(running(*[2.0] * 63)).max_batch_size == 256, "it has left"
 
 

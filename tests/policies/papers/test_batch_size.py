@@ -161,7 +161,7 @@ class TestMemoryAware:
         policy = MemoryAware(MemoryAwareConfig(prior_output_tokens=400, prior_output_std_tokens=420))
         plan = policy.plan(make_state(waiting=256))
         assert plan.max_batch_size == memory_safe_batch_size(100_000, 100 + 400 + 8, 420, 0.01)
-        assert plan.limited_by is Limit.MEMORY
+        assert plan.limited_by is Limit.ALGORITHM_1 and plan.limited_by.is_memory
         assert plan.starts == plan.max_batch_size
 
     def test_a_young_batch_does_not_look_small(self) -> None:
