@@ -41,11 +41,18 @@ class Phase(Enum):
 
 
 class Limit(Enum):
-    """Which limit made a batch cap as small as it is."""
+    """Which limit made a batch cap as small as it is. The last three are rules of the papers, chosen by name."""
 
     MEMORY = "memory"
     SLA = "sla"
     SLOTS = "slots"
+    ALGORITHM_1 = "algorithm_1"  # 001's, for memory
+    ALGORITHM_2 = "algorithm_2"  # 001's, for the time between tokens
+    N_STAR = "n_star"  # 003's, for memory in exclusive batching
+
+    @property
+    def is_memory(self) -> bool:
+        return self in (Limit.MEMORY, Limit.ALGORITHM_1, Limit.N_STAR)
 
 
 class RequestView(NamedTuple):

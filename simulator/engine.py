@@ -14,7 +14,7 @@ from policies.engine.promised_queue import NOTHING_LEFT
 from policies.engine.standing_plan import StandingPlan
 from policies.errors import ConfigError
 from policies.router.credit import MemoryBound
-from policies.types import BatchPolicy, BatchState, Left, Limit, Paced, StepResult
+from policies.types import BatchPolicy, BatchState, Left, Paced, StepResult
 from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
 from simulator.requests import Request
@@ -252,7 +252,7 @@ class Engine:
             in_the_way = self._scheduler.sort_by_promises(now_s, self.policy, self.mean_context_tokens or 0.0)
         state = self._state(now_s)
         plan = self.policy.plan(state)
-        self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by is Limit.MEMORY)
+        self.memory.planned(state.running_count, plan.max_batch_size, by_memory=plan.limited_by.is_memory)
         return StandingPlan(plan, state, in_the_way)
 
     def _state(self, now_s: float) -> BatchState:

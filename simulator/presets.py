@@ -94,7 +94,7 @@ def _of_papers(told: Mapping[str, Any], *, literal: bool) -> dict[str, Any]:
         "mode_rule": "crossover",
         "bounds_exclusive": True,
         "memory": "linear",
-        "itl_target_s": 0.05,
+        "sla": "search",
     }
     return {
         "bins": MultiBinConfig(bins=4, rule="optimal", batch_size=size),

@@ -183,7 +183,14 @@ class VirtualEngine:
         return request
 
     def measure(self) -> "VirtualEngine":
-        """What `deployments.engines.vllm.measurement` asks of an engine that has just started."""
+        """As `deployments.engines.vllm.engine.VllmEngine.measure`, without a limit of time."""
+        papers = self.scheduler.control({})["papers"]
+        self.scheduler.control({"papers": {}})
+        self._take_loads()
+        self.scheduler.control({"papers": papers})
+        return self
+
+    def _take_loads(self) -> None:
         scheduler = self.scheduler
         given = loads(
             slots=scheduler.max_num_running_reqs,
@@ -208,9 +215,7 @@ class VirtualEngine:
             self.run()
         self.answers.clear()
         self.log.clear()
-        self.scheduler.control({})
         self._results.clear()
-        return self
 
     def abort(self, request_id: str) -> None:
         self.answers[request_id].aborted = True

@@ -39,6 +39,7 @@ def tables(looked: Looked) -> "Group":
         _table("Promises", PROMISES, promise_rows(looked), "none yet"),
         *_predictor(looked),
         _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
+        _table("Parts", PARTS, part_rows(status), "none"),
         *_switched_off(status),
         _table("Recent requests", RECENT, recent_rows(status), "none yet"),
     ]
@@ -62,6 +63,7 @@ REPLICAS = (
     *("replica", "model", "slots", "KV cache", "phase", "unread tokens", "slowness", "step margin", "prefix hits"),
     "now",
 )
+PARTS = ("part", "acts", "how, or why not", "of")
 OFF = ("off", "with", "replicas")
 RECENT = (
     *("ended", "request", "class", "prompt", "predicted", "answer"),
@@ -164,6 +166,24 @@ def _of_replica(load: Mapping[str, Any]) -> Row:
         percent(hits),
         load["now"],
     )
+
+
+def part_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    """Which parts of the policy act, how or why not, and of which models or replicas; and what steps held."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for each in _models(status):
+        owners = [(each["model"], each)]
+        for pool in (each, each.get("prefill") or {"replicas": {}}):
+            owners += pool["replicas"].items()
+        for name, owner in owners:
+            for part, told in owner.get("parts", {}).items():
+                found.setdefault((part.replace("_", " "), "yes" if told["acts"] else "no", told["why"]), []).append(
+                    name
+                )
+            if steps := owner.get("steps_in_words"):
+                found.setdefault(("steps", NONE, steps), []).append(name)
+    for (part, acts, why), names in found.items():
+        yield (part, acts, why, ", ".join(names))
 
 
 def _switched_off(status: Mapping[str, Any]) -> list[Any]:

@@ -145,6 +145,8 @@ def _type(value: Mapping[str, Any], sections: Mapping[str, Any]) -> str:
         return " or ".join(_type(part, sections) for part in value["anyOf"])
     if "enum" in value:
         return f"one of {', '.join(f'`{json.dumps(each).strip(chr(34))}`' for each in value['enum'])}"
+    if "const" in value:
+        return f"`{value['const']}`"
     kind = value.get("type", "anything")
     if kind == "string":
         return {"path": "path", "ipvanynetwork": "network"}.get(value.get("format", ""), "text")

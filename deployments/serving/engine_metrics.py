@@ -19,7 +19,7 @@ _GAUGES = {
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",
     "max_batch_size": "Cap of the last step.",
     "max_batch_tokens": "Most tokens of a step.",
-    "max_prefill_tokens": "Most prompt tokens of a step in which requests decode; only with a latency target.",
+    "max_prefill_tokens": "Most prompt tokens of a step with decodes; only where a time per token bounds it.",
     "refill": "Requests per refill of exclusive batching.",
     "phase_steps": "Decode steps between two refills of exclusive batching.",
     "overcommit": "Share admitted beyond the forecast, below 0 where less is.",
@@ -50,7 +50,8 @@ _COUNTERS = {
 _STATES = {
     "mode": "The configured mode.",
     "phase": "Phase of the last step.",
-    "limited_by": "What bounds the batch: memory, sla or slots.",
+    "limited_by": "What bounds the batch: memory, sla (a promised time per token) or slots; of the papers' rules "
+    "algorithm_1, algorithm_2 (001) or n_star (003).",
 }
 
 

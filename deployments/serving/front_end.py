@@ -13,6 +13,7 @@ from deployments.http.limits import RequestLimits
 from deployments.serving.engine_metrics import engine_exposition
 from deployments.serving.in_words import now_in_words
 from deployments.serving.live_settings import Announcer, InForce
+from deployments.serving.parts import parts_of_engine, parts_of_router, steps_in_words
 from policies.batches.in_flight import Load
 from policies.errors import SluiceError, StateStoreError
 from policies.live import Live
@@ -159,6 +160,7 @@ class FrontEnd:
             # Other routers have memories of their own.
             "prefixes": {"entries": clients.classifier.prefixes.entries, "hit_tokens": self.metrics.hits},
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
+            "parts": parts_of_router(config),
             "classes": {name: _promised(section) for name, section in config.classes.items()},
             "default_class": config.default_class,
             "recent_requests": latest((await self.store.published("recent")).values()),
@@ -210,4 +212,6 @@ def _replica(load: ReplicaLoad, engine: Mapping[str, Any]) -> dict[str, Any]:
         "slowness": round(load.slowness, 3),
         "engine": engine,
         "now": now_in_words(load, engine),
+        "parts": parts_of_engine(engine),
+        "steps_in_words": steps_in_words(engine),
     }

@@ -5,7 +5,13 @@ from typing import Any
 
 from router.state_store import ReplicaLoad
 
-_BOUNDS = {"memory": "the KV cache bounds the batch", "sla": "a promised time per token bounds the batch"}
+BOUNDS = {
+    "memory": "the KV cache bounds the batch",
+    "sla": "a promised time per token bounds the batch",
+    "algorithm_1": "001's Algorithm 1 bounds the batch, for the KV cache",
+    "algorithm_2": "001's Algorithm 2 bounds the batch, for the time between tokens",
+    "n_star": "003's N* bounds the batch, for the KV cache",
+}
 
 
 def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:
@@ -23,4 +29,4 @@ def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:
     if out_of_reach := engine.get("out_of_reach"):
         return str(out_of_reach)
     takes = "it takes more" if load.credit > 0 else "all slots are in use"
-    return _BOUNDS.get(engine.get("limited_by", ""), takes)
+    return BOUNDS.get(engine.get("limited_by", ""), takes)

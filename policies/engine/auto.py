@@ -156,8 +156,11 @@ class Auto:
         return 0.0 if times is None else times.media_price
 
     def answer_price(self, context_tokens: float) -> float:
-        """As of ``Paced``."""
-        return self.latency.answer_price(context_tokens) if isinstance(self.latency, StepBudget) else 0.0
+        """As of ``Paced``: beside other requests."""
+        times = self.phases.model.times()
+        if times is None or times.mixed.prefill_s <= 0.0:
+            return 0.0
+        return (times.mixed.decode_s + times.mixed.kv_s * context_tokens) / times.mixed.prefill_s
 
     @property
     def believed_step_s(self) -> float | None:

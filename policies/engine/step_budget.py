@@ -22,6 +22,7 @@ from policies.engine.answers import Answers
 from policies.engine.cycles import best_cycle
 from policies.engine.lateness import running_late
 from policies.engine.plans import STANDING_STEPS, capped_plan
+from policies.engine.reading_pace import ReadingPace
 from policies.lengths.remaining import RemainingTokens
 from policies.types import (
     BatchState,
@@ -37,8 +38,6 @@ from policies.types import (
 
 # Steps whose errors make the margin: a second or two of an engine with promises.
 _ERROR_STEPS = 64
-# Steps behind a queue that make the pace of reading: with 128 the requests in time were the same within half a point.
-_PACE_STEPS = 32
 _ERROR_QUANTILE = 0.75  # of those errors, the one that counts
 _TOLD_QUANTILES = (0.5, _ERROR_QUANTILE, 0.9)
 # A promise that decodes alone break by more than this binds no step until they keep it again: to read nothing for its
@@ -67,7 +66,7 @@ class StepBudget:
         self._errors: deque[float] = deque(maxlen=_ERROR_STEPS)
         self._broken_s = 0.0  # promises up to here are given up
         self._planned_token_s: float | None = None
-        self._read: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS)  # seconds, prompt tokens
+        self._pace = ReadingPace()
         self.strictest_s: float = inf
         self.believed_step_s: float | None = None  # the step observed last, with its margin
 
@@ -75,11 +74,7 @@ class StepBudget:
     def seconds_per_token(self) -> float | None:
         """Seconds to read a prompt token: as the last plan lets steps read, or as they lately did behind a queue where
         that is slower, for slots and memory hold prompts back too. None while step times are not known."""
-        planned = self._planned_token_s
-        if planned is None or len(self._read) < _PACE_STEPS // 2:
-            return planned
-        tokens = sum([tokens for _, tokens in self._read])
-        return max(planned, sum([step_s for step_s, _ in self._read]) / tokens) if tokens else planned
+        return None if self._planned_token_s is None else self._pace.at_least(self._planned_token_s)
 
     @property
     def margin(self) -> float:
@@ -178,13 +173,6 @@ class StepBudget:
             return 0
         return max(tokens, _LEAST_PROMPT_TOKENS) if state.prefilling_count or not state.cuts_prompts else tokens
 
-    def answer_price(self, context_tokens: float) -> float:
-        """What a token of an answer takes of the engine beside others, in tokens of a prompt; 0 while not known."""
-        times = self._times()
-        if times is None or times.mixed.prefill_s <= 0.0:
-            return 0.0
-        return (times.mixed.decode_s + times.mixed.kv_s * context_tokens) / times.mixed.prefill_s
-
     def _promises_s(
         self, state: BatchState, decoding: BoolArray, begins_s: float, alone_s: float
     ) -> tuple[FloatArray, FloatArray]:
@@ -222,10 +210,7 @@ class StepBudget:
 
     def observe(self, result: StepResult) -> None:
         self.answers.observe(result)
-        if not result.waiting_count and result.running_count < result.max_batch_size:
-            self._read.clear()
-        elif result.tells_time:
-            self._read.append((result.step_s, result.prefill_tokens))
+        self._pace.observe(result)
         if not result.tells_time or (times := self._times()) is None:
             self.believed_step_s = None
             return

@@ -5,18 +5,24 @@ them says, ``policies.engine.auto`` decides.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, Literal
 
 from policies.engine.auto import Auto, AutoConfig
 from policies.engine.exclusive import ExclusiveMixed
+from policies.engine.reading_pace import ReadingPace
 from policies.errors import ConfigError
+from policies.papers.by_promise import ByPromise
 from policies.papers.chunk_size import ChunkSize, ChunkSizeConfig
 from policies.papers.exclusive_mixed_literal import ExclusiveMixedLiteral, ExclusiveMixedLiteralConfig
+from policies.papers.latency_search import TOLERANCE_FRACTION
 from policies.papers.memory_aware import MemoryAware, MemoryAwareConfig
 from policies.papers.sla_constrained import SlaConstrained, SlaConstrainedConfig
 from policies.papers.smallest import Smallest
-from policies.types import BatchPolicy
+from policies.types import BatchPolicy, StepResult
+
+_OF_SEARCH = ("itl_target_s", "itl_tolerance_fraction", "min_batch_size", "search_width", "search_drift")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +37,21 @@ class PapersConfig:
     of answers scatter more than geometric ones."""
     overflow_probability: float = 0.01
     """The chance, between 0 and 1, that the batch of `memory` or `bounds_exclusive` outgrows the KV cache."""
+    sla: Literal["search"] | None = None
+    """How many requests, and prompt tokens beside them, a time between tokens allows: `search` is 001's Algorithm 2,
+    which goes by how long steps took. null goes by Sluice's model of step times. Admission and phases stay."""
     itl_target_s: float | None = None
-    """The mean time between tokens that 001's Algorithm 2 holds. null holds what each class promises."""
+    """With `sla`, 001's D_SLA: the mean time between tokens that is held, whatever was promised. null is the strictest
+    `tpot_s` that requests in the engine were promised, and nothing is bounded where there is none."""
+    itl_tolerance_fraction: float = TOLERANCE_FRACTION
+    """With `sla`, 001's epsilon_D as a share of the target, between 0 and 1: a time so little below it is on it."""
+    min_batch_size: int = 1
+    """With `sla`, 001's B_min: the least that the batch is cut to. B_max is `engine.scheduler.max_batch_size`."""
+    search_width: int = 16
+    """With `sla`, 001's alpha, in requests: how wide the search is around a batch on target, and how far it climbs at
+    once beyond what is known to be safe."""
+    search_drift: int = 1
+    """With `sla`, 001's delta, in requests: by how much a bound of the search gives way first."""
     phase_rule: Literal["exact", "threshold", "ifr"] = "exact"
     """How long exclusive batching decodes between refills: the best length for the lengths of answers as measured, or
     003's theta0 for geometric ones, or that with its correction for a rising hazard."""
@@ -56,9 +75,15 @@ class PapersConfig:
             raise ConfigError(f'refill fixes what phase_rule "{self.phase_rule}" would say: leave one of them out')
         if self.memory is None and self.memory_basis != "final":
             raise ConfigError(f'memory_basis "{self.memory_basis}" is of memory, which is not set')
+        if self.sla not in (None, "search"):
+            raise ConfigError(f'sla must be "search" or null, got "{self.sla}"')
+        for each in fields(self):
+            if self.sla is None and each.name in _OF_SEARCH and getattr(self, each.name) != each.default:
+                given = f"{each.name} {getattr(self, each.name)}"
+                raise ConfigError(f'{given} is of sla, which is not set: set sla "search", or leave it out')
         self.memory_aware()
         self.phases()
-        self.search()
+        self.search(1.0 if self.itl_target_s is None else self.itl_target_s)
 
     def memory_aware(self) -> MemoryAwareConfig:
         return MemoryAwareConfig(
@@ -76,11 +101,18 @@ class PapersConfig:
             priority_margin_fraction=self.priority_margin_fraction,
         )
 
-    def search(self) -> tuple[SlaConstrainedConfig, ChunkSizeConfig] | None:
+    def search(self, itl_target_s: float) -> tuple[SlaConstrainedConfig, ChunkSizeConfig]:
         """The searches for the batch and for the prompt tokens beside decodes."""
-        if self.itl_target_s is None:
-            return None
-        return SlaConstrainedConfig(itl_target_s=self.itl_target_s), ChunkSizeConfig(itl_target_s=self.itl_target_s)
+        batch = SlaConstrainedConfig(
+            itl_target_s=itl_target_s,
+            itl_tolerance_fraction=self.itl_tolerance_fraction,
+            min_batch_size=self.min_batch_size,
+            search_width=self.search_width,
+            search_drift=self.search_drift,
+            fused=True,
+        )
+        chunk = ChunkSizeConfig(itl_target_s=itl_target_s, itl_tolerance_fraction=self.itl_tolerance_fraction)
+        return batch, chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +143,37 @@ class AutoLiteral(Auto):
         return MemoryAware(self.config.papers.memory_aware(), learned if isinstance(learned, MemoryAware) else None)
 
     def _latency(self) -> BatchPolicy:
-        if (search := self.config.papers.search()) is None:
+        rules = self.config.papers
+        if rules.sla is None:
             return super()._latency()
-        batch, chunk = search
+        self._pace = ReadingPace()
+        return ByPromise(self._search) if rules.itl_target_s is None else self._search(rules.itl_target_s)
+
+    def _search(self, itl_target_s: float) -> BatchPolicy:
+        batch, chunk = self.config.papers.search(itl_target_s)
         return Smallest(SlaConstrained(batch), ChunkSize(chunk))
+
+    @property
+    def strictest_s(self) -> float:
+        """As of ``Auto``. A target that nobody was promised ends no phase."""
+        if self.config.papers.sla is None:
+            return super().strictest_s
+        return self.latency.strictest_s if isinstance(self.latency, ByPromise) else inf
+
+    @property
+    def seconds_per_prompt_token(self) -> float | None:
+        """As of ``Auto``. A search foresees nothing: until steps behind a queue have shown how fast prompts are read,
+        this is the least that they can take."""
+        if self.config.papers.sla is None:
+            return super().seconds_per_prompt_token
+        times = self.phases.model.times()
+        return None if times is None else self._pace.at_least(times.prefill.prefill_s)
+
+    def observe(self, result: StepResult) -> None:
+        super().observe(result)
+        if self.config.papers.sla is not None:
+            self._pace.observe(result)
+            self.answers.observe(result)
 
 
 def auto(

@@ -92,7 +92,7 @@ class ExclusiveMixedLiteral(ExclusiveMixed):
         slots = self.exclusive_slots(state.slots)
         if slots == state.slots:
             return super()._phase_plan(state)
-        return super()._phase_plan(state._replace(slots=slots))._replace(limited_by=Limit.MEMORY)
+        return super()._phase_plan(state._replace(slots=slots))._replace(limited_by=Limit.N_STAR)
 
     @property
     def _most_phase_steps(self) -> float:

@@ -4,7 +4,9 @@ Source: 001, Algorithm 2, corrected: the search reaches both of its bounds (ERRA
 after every update (1.11), and while the value does not bind it learns nothing upward but what was measured (1.12). It
 brackets with x * target / latency: for any latency a + c*x with a, c >= 0 the answer lies between x and that, on either
 side. So an upward shift of the latency is met in a few updates, where the printed algorithm falls by delta per update.
-What was believed to be safe gives way in steps that grow by four: one noisy window must not halve a batch.
+What was believed to be safe gives way in steps that begin at delta and grow by four: one noisy window must not halve a
+batch. On target is what lies within epsilon_D below it. The printed band lies on both sides, and a mean just above a
+promise breaks it for every request.
 
 A target that x at its minimum still misses is out of reach: to cut then costs throughput and keeps no promise. So the
 search lets go: x is at its maximum, as if there were no target, until a window shows that the target can be kept, or
@@ -20,12 +22,14 @@ from math import ceil, floor
 
 from policies.types import LEAST_STEP_S, StepResult
 
+# The least that a search for chunks answers with. A step that reads no more counts as one of decodes alone.
+LEAST_CHUNK_TOKENS = 64
+# epsilon_D / D_SLA: a latency so little below its target is on it.
+TOLERANCE_FRACTION = 0.04
 # One noisy window must not end a search.
 _MISSES = 2
 # Windows after which a search that has let go begins anew; a try in vain takes about eight, 3 % of the least.
 _LEAST_REST, _MOST_REST = 256, 1024
-# epsilon_D / D_SLA: a latency so near its target is on it.
-_TOLERANCE_FRACTION = 0.04
 
 
 class LatencySearch:
@@ -36,16 +40,32 @@ class LatencySearch:
         out_of_reach: not even the minimum keeps the target, and nothing is bounded.
     """
 
-    def __init__(self, *, minimum: int, maximum: int, initial: int, target_s: float, stride: int) -> None:
-        self._minimum, self._maximum, self._stride = minimum, maximum, stride
-        self._target_s, self._tolerance_s = target_s, target_s * _TOLERANCE_FRACTION
+    def __init__(
+        self,
+        *,
+        minimum: int,
+        maximum: int,
+        initial: int,
+        target_s: float,
+        stride: int,
+        drift: int = 1,
+        tolerance_fraction: float = TOLERANCE_FRACTION,
+    ) -> None:
+        """
+        Args:
+            stride: alpha, the most that the value climbs beyond what is known to be safe.
+            drift: delta, by how much a bound gives way first.
+            tolerance_fraction: epsilon_D, as a share of the target.
+        """
+        self._minimum, self._maximum, self._stride, self._drift = minimum, maximum, stride, drift
+        self._target_s, self._tolerance_s = target_s, target_s * tolerance_fraction
         self._initial = min(max(initial, minimum), maximum)
         self._rest, self._next_rest = 0, _LEAST_REST
         self._begin()
 
     def _begin(self) -> None:
         self.value, self.low, self.high = self._initial, self._minimum, self._maximum
-        self._probe = self._drop = 1
+        self._probe = self._drop = self._drift
         self._misses = 0
         self.out_of_reach = False
 
@@ -59,7 +79,7 @@ class LatencySearch:
                 what lies between ``used`` and its bound.
         """
         bound = used * self._target_s / max(latency_s, LEAST_STEP_S)
-        missed = latency_s > self._target_s + self._tolerance_s
+        missed = latency_s > self._target_s
         if self.out_of_reach:
             self._rest -= 1
             if not missed:
@@ -87,7 +107,7 @@ class LatencySearch:
     def _too_slow(self, bound: float, *, draining: bool) -> None:
         if draining and bound >= self.value:
             return  # already on the way down to a value that may do
-        self._probe = 1
+        self._probe = self._drift
         self.high = self._clamped(min(bound, self.high))
         if self.low > self.high:  # what was safe once is not any more, or this window was an unlucky one
             self.low = self._clamped(self.high - self._drop)
@@ -96,14 +116,14 @@ class LatencySearch:
 
     def _on_target(self, used: float) -> None:
         """Keep the value near what is used, so that a load that could not fill it does not overshoot later."""
-        self._drop = 1
+        self._drop = self._drift
         half = max(1, self._stride // 2)
         self.low, self.high = self._clamped(used - half), self._clamped(ceil(used) + half)
         self.value = min(max(self.value, self.low), self.high)
 
     def _fast(self, bound: float) -> None:
         """Halve the interval, but go at most a stride beyond what is safe; reopen a closed one in doubling steps."""
-        self._drop = 1
+        self._drop = self._drift
         self.low = self._clamped(bound)
         if self.high <= self.low:
             self.high = self._clamped(self.low + self._probe)

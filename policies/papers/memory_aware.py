@@ -163,7 +163,7 @@ class MemoryAware:
         if self._cap is None or (decoding and (prefilling or state.waiting_count)):
             self._cap = self._new_cap(state)
         highest = self.config.max_batch_size or state.slots
-        return capped_plan(state, min(max(self._cap, self.config.min_batch_size, decoding), highest), Limit.MEMORY)
+        return capped_plan(state, min(max(self._cap, self.config.min_batch_size, decoding), highest), Limit.ALGORITHM_1)
 
     def observe(self, result: StepResult) -> None:
         self.lengths.observe(result)

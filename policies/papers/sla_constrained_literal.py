@@ -81,7 +81,7 @@ class SlaConstrainedLiteral:
 
     def plan(self, state: BatchState) -> StepPlan:
         decoding = state.running_count - state.prefilling_count
-        return capped_plan(state, min(max(self.limit, decoding), self.config.max_batch_size), Limit.SLA)
+        return capped_plan(state, min(max(self.limit, decoding), self.config.max_batch_size), Limit.ALGORITHM_2)
 
     def observe(self, result: StepResult) -> None:
         if gap_s := self._gap.add(result):

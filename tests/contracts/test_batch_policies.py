@@ -42,7 +42,8 @@ TARGET = {"itl_target_s": 0.03}
 MAKERS: dict[str, Callable[[], BatchPolicy]] = {
     "auto": lambda: build("auto"),
     "auto that knows step times": lambda: build("auto", classes=3, step_times=TIMES),
-    "auto that searches": lambda: build("auto", papers=TARGET, step_times=TIMES),
+    "auto that searches": lambda: build("auto", papers={"sla": "search", **TARGET}, step_times=TIMES),
+    "auto that searches by promises": lambda: build("auto", papers={"sla": "search"}, step_times=TIMES),
     "stock": lambda: build("stock"),
     "memory_aware": lambda: build("memory_aware", min_samples=4),
     "memory_aware linear": lambda: build("memory_aware", form="linear", basis="resident", min_samples=4),

@@ -18,6 +18,14 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
         yield application
 
 
+def test_before_the_first_request_nothing_is_cut_and_the_status_says_what_acts(papers: Sluice) -> None:
+    status = papers.status()
+    assert status["parts"]["bins"]["acts"] and status["parts"]["prediction"]["acts"]
+    for replica in status["replicas"].values():
+        assert replica["engine"]["limited_by"] in (None, "slots")
+        assert replica["parts"].keys() == {"phases", "batch_control"} and not replica["parts"]["batch_control"]["acts"]
+
+
 async def test_all_parts_decide_together_and_every_request_is_answered(papers: Sluice) -> None:
     async with papers.async_client() as client:
 

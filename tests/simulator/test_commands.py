@@ -210,6 +210,7 @@ def test_the_simulated_sluice_is_told_what_the_live_one_is() -> None:
         ({"memory": "exact"}, {"memory": "linear"}),
         ({"memory": "exact"}, {"memory_basis": "resident"}),
         ({"memory": "exact"}, {"overflow_probability": 0.3}),
+        ({"sla": "search"}, {"itl_target_s": 0.02}),
         ({"refill": 1}, {"refill": 16}),
         ({}, {"phase_rule": "threshold"}),
         ({}, {"phase_rule": "ifr"}),

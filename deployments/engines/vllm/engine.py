@@ -109,8 +109,11 @@ class VllmEngine:
             cache_tokens=status["total_blocks"] * self.core.ready.block_size,
             draft_tokens=status.get("drafts", {}).get("most", 0),
         )
+        settings = await self.control({})
+        # A search would cut the batches that are to be measured, and begin with what was no traffic.
+        await self.control({"papers": {}})
         took_s = await measure(self, given, seconds)
-        await self.control({})  # a search for a batch size begins anew: what was measured was no traffic
+        await self.control({"papers": settings["papers"]})
         logger.info("measured what steps cost in %.1f s", took_s)
 
     async def load_adapters(self) -> None:

@@ -132,12 +132,7 @@ def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.
     assert (made.model, made.engine.replicas, made.predictor.kind) == ("some/model", 3, "bert")
     assert (made.bins.dispatch, made.classes["offline"].order) == ("rolling", "shortest_first")
     rules = made.papers
-    assert (rules.phase_rule, rules.memory, rules.itl_target_s, rules.literal_buckets) == (
-        "threshold",
-        "linear",
-        0.05,
-        True,
-    )
+    assert (rules.phase_rule, rules.memory, rules.sla, rules.literal_buckets) == ("threshold", "linear", "search", True)
     with pytest.raises(SystemExit):
         config("--preset", "papers", "--config", "sluice.yaml")
     assert "not allowed with argument" in capsys.readouterr().err

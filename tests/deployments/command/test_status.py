@@ -20,6 +20,7 @@ from deployments.command.status_tables import (
     class_rows,
     number,
     off_rows,
+    part_rows,
     percent,
     plain,
     predictor_rows,
@@ -166,6 +167,21 @@ def test_what_is_off_is_said_once_with_its_replicas() -> None:
     assert list(off_rows(status)) == [
         ("phases", "LoRA, a KV connector", "a, b"),
         ("exact hits", "images", "a, b"),
+    ]
+
+
+def test_parts_are_said_once_with_their_replicas_and_steps_by_each() -> None:
+    phases = {"phases": {"acts": True, "why": "turns"}, "batch_control": {"acts": False, "why": "slots"}}
+    replicas = {
+        "a": {"engine": {}, "parts": phases, "steps_in_words": "1 % mixed"},
+        "b": {"engine": {}, "parts": phases, "steps_in_words": None},
+    }
+    bins = {"bins": {"acts": False, "why": "one by one"}}
+    assert list(part_rows({"model": "m", "parts": bins, "replicas": replicas})) == [
+        ("bins", "no", "one by one", "m"),
+        ("phases", "yes", "turns", "a, b"),
+        ("batch control", "no", "slots", "a, b"),
+        ("steps", "–", "1 % mixed", "a"),
     ]
 
 

@@ -44,6 +44,9 @@ SEED_TIMES = StepTimes(
     mixed=StepCoefficients(overhead_s=SEED_BASE_S, prefill_s=2e-5, decode_s=SEED_SLOPE_S),
 )
 
+# What those steps allow at 50 ms.
+TARGET_BATCH = (0.05 - SEED_BASE_S) / SEED_SLOPE_S
+
 
 def seed_latency_s(batch_size: float) -> float:
     return SEED_BASE_S + SEED_SLOPE_S * batch_size
@@ -158,7 +161,7 @@ class TestMemoryAware:
         policy = MemoryAware(MemoryAwareConfig(prior_output_tokens=400, prior_output_std_tokens=420))
         plan = policy.plan(make_state(waiting=256))
         assert plan.max_batch_size == memory_safe_batch_size(100_000, 100 + 400 + 8, 420, 0.01)
-        assert plan.limited_by is Limit.MEMORY
+        assert plan.limited_by is Limit.ALGORITHM_1 and plan.limited_by.is_memory
         assert plan.starts == plan.max_batch_size
 
     def test_a_young_batch_does_not_look_small(self) -> None:
@@ -316,12 +319,23 @@ class TestSlaConstrained:
         assert sum(latency > 0.052 for latency in latencies) <= 5
 
     def test_a_latency_on_target_below_the_limit_pulls_the_limit_down(self) -> None:
-        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=400, stride=16))
+        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, max_batch_size=400, search_width=16))
         drive(policy, 1, load=99)
         assert policy.limit <= 99 + 8 + 1
 
+    def test_before_a_step_was_measured_nothing_is_cut(self) -> None:
+        plan = SlaConstrained(SlaConstrainedConfig(itl_target_s=1e-3)).plan(make_state(waiting=300))
+        assert (plan.max_batch_size, plan.limited_by) == (256, Limit.SLOTS)
+
+    def test_after_an_early_spike_of_slow_steps_the_batch_grows_back(self) -> None:
+        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05))
+        drive(policy, 2, extra_s=0.5, load=32)
+        assert policy.limit < 8
+        drive(policy, 14)
+        assert policy.limit == pytest.approx(TARGET_BATCH, abs=12)
+
     def test_prefill_steps_between_two_tokens_count_as_latency(self) -> None:
-        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
+        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, max_batch_size=64, window_steps=4))
         prefill = decode_result(step_s=0.06, batch=0)._replace(prefill_tokens=500, prefill_requests=1, running_count=65)
         for _ in range(4):
             policy.observe(prefill)
@@ -329,12 +343,34 @@ class TestSlaConstrained:
         assert policy.limit < 64
 
     def test_a_prefill_into_an_empty_engine_delays_nobodys_token(self) -> None:
-        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, initial_batch_size=64, window_steps=4))
+        policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, window_steps=4))
         alone = decode_result(step_s=0.5, batch=0)._replace(prefill_tokens=5000, prefill_requests=64, running_count=64)
         for _ in range(4):
             policy.observe(alone)
             policy.observe(decode_result(step_s=0.03, batch=64))
         assert policy.limit >= 64
+
+    def test_a_small_batch_beside_chunks_that_fill_steps_to_the_target_grows_back(self) -> None:
+        """Counted, such steps show three requests to be just what the target allows, and so they stay three."""
+        limits = {}
+        for fused in (False, True):
+            policy = SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, fused=fused))
+            drive(policy, 2, extra_s=0.5, load=32)
+            assert policy.limit < 8
+            for step in range(6400):
+                batch = min(policy.limit, 64)
+                reads = 700 * bool(step % 32)
+                step_s = 0.049 if reads else seed_latency_s(batch)
+                policy.observe(decode_result(step_s=step_s, batch=batch)._replace(prefill_tokens=reads))
+            limits[fused] = policy.limit
+        assert limits[False] < 40 < 64 <= limits[True]
+
+    def test_drafted_tokens_that_prove_right_shorten_the_time_between_tokens(self) -> None:
+        policies = [SlaConstrained(SlaConstrainedConfig(itl_target_s=0.05, window_steps=4)) for _ in range(2)]
+        for policy, accepted in zip(policies, (0, 64), strict=True):
+            for _ in range(4):
+                policy.observe(decode_result(step_s=0.08, batch=64)._replace(accepted_tokens=accepted))
+        assert policies[0].limit < 64 <= policies[1].limit
 
     @pytest.mark.long
     @pytest.mark.slow
@@ -349,12 +385,20 @@ class TestSlaConstrained:
 class TestChunkSize:
     MIXED = StepCoefficients(overhead_s=0.01, prefill_s=5e-5, decode_s=1e-4)
 
+    def test_what_steps_take_too_long_while_a_batch_drains_is_not_the_chunks(self) -> None:
+        policy = ChunkSize(ChunkSizeConfig(itl_target_s=0.1))
+        slow = decode_result(step_s=0.5, batch=200)._replace(prefill_tokens=500, max_batch_size=100)
+        for _ in range(200):
+            policy.observe(slow)
+        assert policy.chunk_tokens == 512
+
     def drive(self, policy: ChunkSize, updates: int, decoding: int = 50) -> float:
         step_s = 0.0
         for _ in range(updates * policy.config.window_steps):
             chunk = policy.chunk_tokens
             step_s = self.MIXED.step_s(prefill_tokens=chunk, decode_requests=decoding)
-            policy.observe(decode_result(step_s=step_s, batch=decoding)._replace(prefill_tokens=chunk))
+            result = decode_result(step_s=step_s, batch=decoding)._replace(prefill_tokens=chunk, max_batch_size=512)
+            policy.observe(result)
         return step_s
 
     def test_it_finds_the_chunk_that_fills_the_target(self) -> None:

@@ -37,7 +37,7 @@ class TestTheBoundByMemory:
     def test_n_star_keeps_the_batch_of_phases_within_the_cache_and_plans_say_that_memory_binds(self) -> None:
         bounded, free = self.engine(exclusive(overflow_probability=0.01)), self.engine(exclusive())
         assert 10 * bounded.preemptions < free.preemptions > 100
-        caps = {plan.max_batch_size for plan in bounded.plans[-200:] if plan.limited_by is Limit.MEMORY}
+        caps = {plan.max_batch_size for plan in bounded.plans[-200:] if plan.limited_by is Limit.N_STAR}
         assert caps and max(caps) < 64
 
     def test_a_larger_chance_lets_more_in(self) -> None:

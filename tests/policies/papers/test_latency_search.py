@@ -50,9 +50,9 @@ def test_on_any_linear_plant_it_ends_within_one_of_the_answer(
     for _ in range(400):
         search.update(base + slope * search.value, search.value, binding=True)
     # A request more or less may jump over the dead band: then it alternates between the two neighbours.
-    if base + slope > 0.052:
+    if base + slope > 0.05:
         return  # out of reach, see below
-    assert search.value == 1 or base + slope * (search.value - 1) <= 0.052
+    assert search.value == 1 or base + slope * (search.value - 1) <= 0.05
     assert search.value == 512 or base + slope * (search.value + 1) >= 0.048
 
 
@@ -66,7 +66,7 @@ def test_noise_of_a_fifth_in_each_step_moves_it_by_less_than_a_third(fixed_share
         search.update(exact_s * rng.lognormal(-0.02, 0.2, 16).mean(), search.value, binding=True)
         seen.append(search.value)
     assert min(seen[50:]) >= 67 and max(seen[50:]) <= 133
-    assert np.mean(seen[50:]) == pytest.approx(100, abs=5)
+    assert 92 <= np.mean(seen[50:]) <= 101
 
 
 def test_it_finds_a_latency_that_has_doubled_within_a_dozen_windows() -> None:
@@ -102,6 +102,24 @@ def test_a_batch_on_its_way_down_is_not_cut_twice_for_the_same_latency() -> None
     value = search.value
     search.update(0.099, 198, binding=True)
     assert search.value == value
+
+
+def test_bounds_give_way_by_the_drift_first() -> None:
+    values = []
+    for drift in (1, 8):
+        search = LatencySearch(minimum=1, maximum=512, initial=64, target_s=0.05, stride=16, drift=drift)
+        for latency_s in (0.049, 0.06):
+            search.update(latency_s, search.value, binding=True)
+        search.update(0.08, search.value, binding=True)
+        values.append(search.value)
+    assert values[0] > values[1]
+
+
+def test_what_lies_above_the_target_is_no_longer_on_it() -> None:
+    above, below = make_search(initial=64), make_search(initial=64)
+    above.update(0.0505, 64, binding=True)
+    below.update(0.0485, 64, binding=True)
+    assert above.value < below.value == 64
 
 
 def test_a_step_beyond_what_is_safe_is_at_most_a_stride() -> None:

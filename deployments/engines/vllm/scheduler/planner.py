@@ -28,7 +28,6 @@ from policies.types import (
     Encoding,
     FinishedRequest,
     Foreseen,
-    Limit,
     Paced,
     Phase,
     StepPlan,
@@ -173,8 +172,7 @@ class Planner:
             unread=self.queue.promised.unread, in_flight=in_flight, draft_tokens=draft_tokens
         )
         plan = self.policy.plan(state)
-        by_memory = plan.limited_by is Limit.MEMORY
-        self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=by_memory)
+        self.memory.planned(snapshot.state.running_count, plan.max_batch_size, by_memory=plan.limited_by.is_memory)
         if plan.phase is not Phase.MIXED and not self._phases_work():
             plan = plan._replace(phase=Phase.MIXED, steps=1, starts=inf)
         # A plan asks for one request at least, also where idle ones hold every slot.

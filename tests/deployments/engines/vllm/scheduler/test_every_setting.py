@@ -45,6 +45,8 @@ class Case:
 
 EXCLUSIVE = UNMEASURED | {"mode": "exclusive"}
 EQUATION_12 = UNMEASURED | {"papers": {"memory": "exact"}}
+SEARCH = UNMEASURED | {"papers": {"sla": "search"}}
+SEARCH_AT_12_MS = UNMEASURED | {"papers": {"sla": "search", "itl_target_s": 0.012}}
 ALONE = UNMEASURED | {"overcommit": False}
 CASES = {
     "mode": Case(value="exclusive"),
@@ -67,7 +69,12 @@ RULES = {
     "memory": Case(value="exact", engine=TIGHT),
     "memory_basis": Case(value="resident", base=EQUATION_12, engine=TIGHT),
     "overflow_probability": Case(value=0.4, base=EQUATION_12, engine=TIGHT),
-    "itl_target_s": Case(value=0.012),
+    "sla": Case(value="search", base=UNMEASURED | {"tpot_s": 0.012}),
+    "itl_target_s": Case(value=0.012, base=SEARCH),
+    "itl_tolerance_fraction": Case(value=0.3, base=SEARCH_AT_12_MS),
+    "min_batch_size": Case(value=20, base=SEARCH_AT_12_MS),
+    "search_width": Case(value=1, base=SEARCH_AT_12_MS),
+    "search_drift": Case(value=8, base=SEARCH_AT_12_MS),
     "refill": Case(value=16, base=EXCLUSIVE),
     "phase_rule": Case(value="threshold", base=EXCLUSIVE, requests=300),
     "mode_rule": Case(value="crossover", engine={"slots": 8}, times=DEAR_MIXES, profiled=True, requests=200),

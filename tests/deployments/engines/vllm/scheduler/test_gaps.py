@@ -95,7 +95,7 @@ def test_what_was_believed_follows_steps_that_take_longer() -> None:
 
 
 def test_a_policy_that_believes_nothing_of_steps_is_told_of_as_it_came() -> None:
-    engine = VirtualEngine({"mode": "auto", "papers": {"itl_target_s": 0.05}})
+    engine = VirtualEngine({"mode": "auto", "papers": {"sla": "search", "itl_target_s": 0.05}})
     engine.add_all([(100, 40)] * 3, extra_args=told())
     run(engine)
     status = engine.scheduler.status()

@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exclusive k=4": {"mode": "exclusive", "papers": {"refill": 4}},
     "exclusive k=16": {"mode": "exclusive", "papers": {"refill": 16}, "admission": "slots"},
     "exclusive k*": {"mode": "exclusive"},
-    "auto that searches": {"mode": "auto", "papers": {"itl_target_s": 0.05}},
+    "auto that searches": {"mode": "auto", "papers": {"sla": "search", "itl_target_s": 0.05}},
     "auto with promises": {"mode": "auto", "ttft_s": 1.0, "tpot_s": 0.02},
     "auto with whole answers": {"mode": "auto", "ttft_s": 1.0, "tpot_s": 0.02, "e2e_s": 2.0},
 }
@@ -614,7 +614,7 @@ def test_live_control_may_change_anything_at_any_step(depth: int) -> None:
         {"mode": "mixed", "max_batch_size": 5},
         {"mode": "exclusive", "papers": {"refill": 3}, "max_batch_size": None},
         {"mode": "exclusive", "papers": {}},
-        {"mode": "auto", "papers": {"itl_target_s": 0.02}},
+        {"mode": "auto", "papers": {"sla": "search", "itl_target_s": 0.02}},
         {"mode": "auto", "papers": {"memory": "exact"}},
     ]
     for number, (prompt, output) in enumerate(workload(200)):
@@ -959,16 +959,26 @@ def test_a_latency_target_holds_the_mean_gap_that_decoders_sit_through() -> None
         mixed=StepCoefficients(overhead_s=0.01, prefill_s=1e-4, decode_s=1e-3),
     )
     for mode in ("mixed", "exclusive"):
-        engine = VirtualEngine({"mode": mode, "papers": {"itl_target_s": 0.03}}, slots=64, times=slow)
+        engine = VirtualEngine({"mode": mode, "papers": {"sla": "search", "itl_target_s": 0.03}}, slots=64, times=slow)
         run_closed(engine, workload(500), clients=64)
         late = [a for a in engine.answers.values() if a.output_tokens > 20][100:-60]
         gaps = [(a.times_s[-1] - a.times_s[0]) / (a.output_tokens - 1) for a in late]
         assert 0.5 * 0.03 < sum(gaps) / len(gaps) < 1.15 * 0.03
 
 
+def test_before_the_first_request_a_search_has_cut_nothing() -> None:
+    """Steps of the measurement take four times the target."""
+    slow = replace(TIMES, decode=StepCoefficients(overhead_s=0.04, decode_s=5e-3))
+    engine = VirtualEngine({"mode": "auto", "papers": {"sla": "search", "itl_target_s": 0.05}}, slots=32, times=slow)
+    status = engine.measure().scheduler.status()
+    assert (status["max_batch_size"], status["limited_by"], status["batch_size"]) == (32, "slots", 32)
+
+
 def test_a_search_begins_where_it_would_without_a_measurement_and_a_target_out_of_reach_bounds_nothing() -> None:
     slow = replace(TIMES, decode=StepCoefficients(overhead_s=0.02, decode_s=1e-4))
-    engine = VirtualEngine({"mode": "mixed", "papers": {"itl_target_s": 0.001}}, slots=64, times=slow).measure()
+    engine = VirtualEngine(
+        {"mode": "mixed", "papers": {"sla": "search", "itl_target_s": 0.001}}, slots=64, times=slow
+    ).measure()
     assert engine.scheduler.status()["out_of_reach"] is None
     run_closed(engine, workload(200), clients=64)
     status = engine.scheduler.status()
