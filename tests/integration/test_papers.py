@@ -1,4 +1,5 @@
-"""The papers' system by one option: the BERT predictor, two engines of vLLM, rolling batches of one bin."""
+"""The papers' system by one option: the BERT predictor, two engines that answer in rolling batches of one bin, and one
+that reads long prompts."""
 
 import asyncio
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from tests.integration.application import Sluice, chat
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-PROMPTS = 24
+PROMPTS, LONG_PROMPTS = 24, 3
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,9 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sluice]:
 async def test_all_parts_decide_together_and_every_request_is_answered(papers: Sluice) -> None:
     async with papers.async_client() as client:
 
-        async def ask(number: int) -> int:
-            text = f"Tell me {'a long story' if number % 2 else 'one word'} about river {number}. " * (1 + number % 3)
+        async def ask(number: int, times: int | None = None) -> int:
+            times = times or 1 + number % 3
+            text = f"Tell me {'a long story' if number % 2 else 'one word'} about river {number}. " * times
             headers = {"X-Sluice-Class": ("interactive", "standard", "offline")[number % 3]}
             asked = chat(text, max_tokens=200 if number % 2 else 10, extra_headers=headers)
             answer = await client.chat.completions.create(**asked)
@@ -30,13 +32,16 @@ async def test_all_parts_decide_together_and_every_request_is_answered(papers: S
             return answer.usage.completion_tokens
 
         tokens = await asyncio.gather(*map(ask, range(PROMPTS)))
+        answered = papers.counted("sluice_predictor_questions_total", outcome="answered")
+        tokens += await asyncio.gather(*(ask(number, times=60) for number in range(LONG_PROMPTS)))
     assert all(tokens)
     status = papers.status()
     assert len(status["bin_edges_tokens"]) == 5
     assert not any(replica["takes_batches"] for replica in status["replicas"].values())
-    assert len(status["replicas"]) == 2
+    assert len(status["replicas"]) == 2 and len(status["prefill"]["replicas"]) == 1
+    assert papers.counted("sluice_split_decisions_total", why="split") == LONG_PROMPTS
+    assert papers.counted("sluice_kv_transfers_total") >= 1
     engines = [replica["engine"] for replica in status["replicas"].values()]
     assert all(engine["finished"] and engine["mode"] == "auto" for engine in engines)
     assert not any(status["batches"].values()), "those are whole ones"
-    answered = papers.counted("sluice_predictor_questions_total", outcome="answered")
     assert answered >= 0.9 * PROMPTS, "a request that waits for its batch waits for its prediction"

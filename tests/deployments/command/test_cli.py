@@ -131,6 +131,7 @@ def test_the_papers_system_is_one_option_and_others_go_before_it(capsys: pytest.
     made = config("some/model", "--preset", "papers", "--engine-replicas", "3")
     assert (made.model, made.engine.replicas, made.predictor.kind) == ("some/model", 3, "bert")
     assert (made.bins.dispatch, made.classes["offline"].order) == ("rolling", "shortest_first")
+    assert made.engine.prefill is not None and made.engine.prefill.split == "always"
     rules = made.papers
     assert (rules.phase_rule, rules.memory, rules.itl_target_s, rules.literal_buckets) == (
         "threshold",
