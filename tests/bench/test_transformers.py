@@ -1,10 +1,11 @@
-"""What `python -m bench.transformers` takes for memory, and the batches it really runs."""
+"""What `python -m bench.transformers` takes for memory, the lengths it draws and the batches it really runs."""
 
 import pytest
 import torch
 
 from bench.transformers.bins import Asked, counted, gang_batches
 from bench.transformers.decode import Decodes
+from bench.transformers.lengths import PUBLISHED, published
 from bench.transformers.memory import Peak, largest_batch
 from deployments.config.model import DEMO_MODEL
 from deployments.engines.transformers.model import GangModel, load
@@ -46,3 +47,11 @@ def test_gangs_by_bin_take_fewer_steps_and_lose_no_request() -> None:
     one, two = (counted(list(gang_batches(asked, seen, bins, batch_size=4))) for bins in (1, 2))
     assert one["requests"] == two["requests"] == len(asked)
     assert two["s"] < one["s"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_lengths_have_the_least_mean_and_longest_of_table_2_of_004(name: str) -> None:
+    least, mean, longest = PUBLISHED[name]
+    drawn = published(name, 5000, 0)
+    assert least <= drawn.min() and drawn.max() <= longest
+    assert drawn.mean() == pytest.approx(mean, rel=0.05)
