@@ -6,8 +6,8 @@ engine refuses, by vLLM's own limits, is not tried at another.
 whose first token comes soonest, and requests that wait in the router while replicas have enough to read. It is told
 what is promised. Neither has bins: they only matter to gang batches.
 `papers` is what the five papers describe, as `sluice serve --preset papers` has it but for buckets: rolling batches of
-one bin, phases by 003's rules, batches by 001's two algorithms. `papers_literal` gives whole batches to an idle
-replica.
+one bin, phases by 003's rules, batches by 001's two algorithms. `PAPERS_POOLS` is its pool that reads long prompts, for
+`run_disaggregated`. `papers_literal` gives whole batches to an idle replica.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,9 @@ from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
 from policies.router.credit import longest_promise_s
 from policies.router.multi_bin import MultiBinConfig
+from policies.router.prefill_decode import PrefillDecodeConfig
 from simulator.cluster import ClusterConfig
+from simulator.disaggregated import PoolsConfig
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
 from simulator.report import EVERY_CLASS, Target
@@ -26,6 +28,7 @@ from simulator.router import RouterConfig
 
 SYSTEMS = ("stock", "sluice", "papers", "papers_literal")
 PAPERS_BATCH_SIZE, PAPERS_ROLLING_SIZE = 32, 8
+PAPERS_POOLS = PoolsConfig(split=PrefillDecodeConfig(mode="always", min_prompt_tokens=256))
 
 
 def system(

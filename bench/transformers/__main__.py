@@ -3,8 +3,9 @@
   prefill  the same random batches padded, prepacked and ordered by length: time and peak memory (paper 004)
   bins     gang batches against the number of bins, answers known and predicted: steps counted, and really run (000)
   decode   decode steps with a row for each request against packed rows (004, section 4.8)
+  memory   the largest batch that --memory-mib hold, by layout (004, section 4.4), and table 1: time and memory
 
-Without a part it is all three. Of each part OUT holds its runs (CSV), tables (Markdown) and plots. Parts measure in
+Without a part it is all of them. Of each part OUT holds its runs (CSV), tables (Markdown) and plots. Parts measure in
 rounds, every case once, small batches first, until --minutes are over (what runs then is run to its end).
 Times are CPU seconds of one thread, device seconds on an accelerator; ratios are of pairs that ran next to each other.
 """
@@ -26,11 +27,12 @@ from transformers import AutoTokenizer
 from bench.transformers.bins import Asked, Runs, counted, gang_batches
 from bench.transformers.decode import Decodes
 from bench.transformers.lengths import PUBLISHED, batches, from_file, published
+from bench.transformers.memory import largest_batch
 from bench.transformers.prefill import MODES, Prefills
 from bench.transformers.report import spread, write_runs, write_table
 from deployments.config.model import DEMO_MODEL
 from deployments.engines.transformers.model import PACKED_ROOM, GangModel, load
-from policies.gang.prefill import PrefillConfig, decode_layout
+from policies.gang.prefill import PrefillConfig, PrefillMode, decode_layout
 from predictor.calibration import DAY_0
 from predictor.checkpoint import Ranker
 from predictor.samples import Sample, read_samples
@@ -39,10 +41,10 @@ from simulator.plots import draw_lines
 Run = dict[str, Any]
 
 POOL = 5000
-SHARES = {"prefill": 0.6, "bins": 0.2, "decode": 0.2}  # of the time
+SHARES = {"prefill": 0.5, "bins": 0.2, "decode": 0.2, "memory": 0.1}  # of the time
 MEMORY_FROM_BATCH = 32
 DECODE_STEPS, ANSWERED_TOKENS = 6, (0, 128)
-TOY = [1] * 9 + [1000]  # the batch of 004's section 4.8
+TOY, TOY_STEPS = [1] * 9 + [1000], 20  # the batch of 004's table 1, and the tokens it makes
 BATCH_OF_BINS = 8  # as the papers measure them
 RECORDED_LENGTHS = {
     "LMSYS-Chat-1M": "lengths/lmsys_chat_lengths.csv.gz",
@@ -58,6 +60,8 @@ QUICK = {
     "bins": [1, 2],
     "max_tokens": 48,
     "requests": 32,
+    "run_requests": 8,
+    "memory_mib": 16,
     "draws": 1,
     "layers": 1,
     "rounds": 1,
@@ -84,6 +88,8 @@ def parser() -> argparse.ArgumentParser:
     add("--bins", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     add("--requests", type=int, default=400, help="in each draw whose steps are counted (default: %(default)s)")
     add("--draws", type=int, default=3)
+    add("--run-requests", type=int, default=100, help="of a draw, really run (default: %(default)s)")
+    add("--memory-mib", type=int, default=512, help="beyond what the model takes (default: %(default)s)")
     return made
 
 
@@ -125,9 +131,9 @@ def _sets(options: argparse.Namespace) -> dict[str, Any]:
     return made
 
 
-def _rounds(cases: Sequence[Any], options: argparse.Namespace, until_s: float, what: str) -> Iterator[tuple[int, Any]]:
+def _rounds(cases: Sequence[Any], rounds: int, until_s: float, what: str) -> Iterator[tuple[int, Any]]:
     """Every case once a round; says how long it expects to take, and what it left out."""
-    order = [(number, case) for number in range(options.rounds) for case in cases]
+    order = [(number, case) for number in range(rounds) for case in cases]
     done = 0
     with tqdm(order, desc=what, unit="run", mininterval=5.0) as progress:
         for number, case in progress:
@@ -136,7 +142,7 @@ def _rounds(cases: Sequence[Any], options: argparse.Namespace, until_s: float, w
             yield number, case
             done += 1
     if done < len(order):
-        print(f"{what}: time is over after {done / len(cases):.1f} rounds of {options.rounds}", flush=True)
+        print(f"{what}: time is over after {done / len(cases):.1f} rounds of {rounds}", flush=True)
 
 
 def run_prefill(model: Any, options: argparse.Namespace, until_s: float) -> None:
@@ -146,7 +152,7 @@ def run_prefill(model: Any, options: argparse.Namespace, until_s: float) -> None
         for size in sorted(options.batch_size)
         for name in sets
     }
-    for number, case in _rounds(list(drawn), options, until_s, "prefill"):
+    for number, case in _rounds(list(drawn), options.rounds, until_s, "prefill"):
         with_memory = number == 0 and (case[0] >= MEMORY_FROM_BATCH or options.quick)
         measured = prefills.measure(drawn[case][number], options.seed + number, with_memory)
         runs.append({"batch": case[0], "prompts": case[1], "round": number, **measured})
@@ -203,8 +209,8 @@ def run_bins(model: Any, options: argparse.Namespace, until_s: float) -> None:
                 runs.append({**key, "bins": bins, "draw": draw, **counted(list(batched))})
     pool, _, seen = pools[0]
     cases = [(bins, known) for known in (True, False) for bins in options.bins]
-    for number, (bins, known) in _rounds(cases, options, until_s, "bins, run"):
-        short = [_shortened(each) for each in asked[pool, number % options.draws][: options.requests // 4]]
+    for number, (bins, known) in _rounds(cases, options.rounds, until_s, "bins, run"):
+        short = [_shortened(each) for each in asked[pool, number % options.draws][: options.run_requests]]
         batched = gang_batches(_known(short, known), [max(1, length // 10) for length in seen], bins, BATCH_OF_BINS)
         key = {"pool": pool, "answers": "known" if known else "predicted", "kind": "run"}
         measured = Runs(gang, 1 << 20).measure(list(batched), shrink=False)
@@ -273,7 +279,7 @@ def run_decode(model: Any, options: argparse.Namespace, until_s: float) -> None:
         for answered in ANSWERED_TOKENS
     }
     drawn[len(TOY), "nine of 1, one of 1000", 0] = [TOY] * options.rounds
-    for number, case in _rounds(list(drawn), options, until_s, "decode"):
+    for number, case in _rounds(list(drawn), options.rounds, until_s, "decode"):
         lengths = drawn[case][number]
         packs = decode_layout(lengths, PACKED_ROOM, PrefillConfig()) is not None
         key = {"batch": case[0], "prompts": case[1], "answered": case[2], "round": number, "engine_packs": packs}
@@ -295,7 +301,39 @@ def _decode_row(case: tuple[Any, ...], runs: Sequence[Run]) -> list[str]:
     return [*map(str, case), *map(spread, ratios), spread(tokens), f"{packs} of {len(runs)}"]
 
 
-RUNS = {"prefill": run_prefill, "bins": run_bins, "decode": run_decode}
+def run_memory(model: Any, options: argparse.Namespace, until_s: float) -> None:
+    prefills, sets, runs = Prefills(model), _sets(options), list[Run]()
+    most_bytes = options.memory_mib << 20
+    for _, (name, mode) in _rounds([(name, mode) for name in sets for mode in MODES], 1, until_s, "memory"):
+
+        def peak_bytes(size: int, name: str = name, mode: PrefillMode = mode) -> int:
+            lengths = batches(sets[name], size, 1, options.max_tokens, options.seed)[0]
+            return prefills.peak_bytes(mode, prefills.prompts(lengths, options.seed))
+
+        runs.append({"prompts": name, "layout": mode, "largest_batch": largest_batch(peak_bytes, most_bytes)})
+        write_runs(options.out / "memory.csv", runs)
+    most = {(run["prompts"], run["layout"]): run["largest_batch"] for run in runs}
+    rows = [[name, *(str(most.get((name, mode), "-")) for mode in MODES)] for name in sets]
+    write_table(options.out / "memory.md", ["prompts", *MODES], rows)
+    _show_toy(model, options)
+
+
+def _show_toy(model: Any, options: argparse.Namespace) -> None:
+    """004's table 1: what packed rows save, of generation alone and with the model's weights."""
+    decodes = Decodes(model, GangModel(model, PrefillConfig()))
+    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+    times = [decodes.measure(TOY, TOY_STEPS, number) for number in range(options.rounds)]
+    held = decodes.memory(TOY, TOY_STEPS)
+    rows = [
+        [name, f"{held[f'{name}_bytes'] / 2**20:.1f}", f"{(held[f'{name}_bytes'] + weights) / 2**20:.1f}"]
+        + [f"{1e3 * TOY_STEPS * statistics.median(run[f'{name}_s'] for run in times):.1f}"]
+        for name in ("padded", "packed")
+    ]
+    head = ["rows", "peak, MiB", "with the weights, MiB", f"{TOY_STEPS} tokens, ms"]
+    write_table(options.out / "table_1.md", head, rows)
+
+
+RUNS = {"prefill": run_prefill, "bins": run_bins, "decode": run_decode, "memory": run_memory}
 
 
 if __name__ == "__main__":

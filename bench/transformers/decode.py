@@ -12,6 +12,7 @@ import torch
 from transformers import Cache
 
 from bench.session import turns
+from bench.transformers.memory import Peak
 from deployments.engines.transformers.cache import AHEAD_COLUMNS, RowsCache, RowsLayer
 from deployments.engines.transformers.model import PACKED_ROOM, GangCache, GangModel
 from deployments.engines.transformers.packed_cache import PackedCache
@@ -32,11 +33,8 @@ class Decodes:
             steps: at most PACKED_ROOM.
             turn: the layouts take turns at being first.
         """
-        layout = PackedBatch.of([length + PACKED_ROOM for length in lengths])
-        makers: dict[str, Callable[[RowsCache], GangCache]] = {
-            "padded": lambda rows: rows,
-            "packed": lambda rows: PackedCache.of(rows.places(), layout, PACKED_ROOM),
-        }
+        layout = _layout(lengths)
+        makers = _makers(layout)
         found = {}
         for name in turns(sorted(makers), turn):
             found[f"{name}_s"] = self._step_s(lengths, steps, makers[name])
@@ -46,6 +44,20 @@ class Decodes:
             "packed_places": float(layout.row_count * layout.capacity),
             "packed_tokens": float(layout.row_count * layout.most_in_a_row),
         }
+
+    def memory(self, lengths: Sequence[int], steps: int) -> dict[str, float]:
+        """Bytes of keys and values and of steps at their peak, by layout, without the move from one to the other."""
+        return {f"{name}_bytes": self._bytes(lengths, steps, made) for name, made in _makers(_layout(lengths)).items()}
+
+    def _bytes(self, lengths: Sequence[int], steps: int, lay_out: Callable[[RowsCache], GangCache]) -> float:
+        token_ids = torch.ones(len(lengths), dtype=torch.long)
+        peak = Peak(self._gang.device)
+        with torch.inference_mode():
+            held = lay_out(self._rows(lengths))
+            peak.again()
+            for _ in range(steps):
+                _, held = self._gang.decode(token_ids, held)
+        return float(peak.bytes())
 
     def _step_s(self, lengths: Sequence[int], steps: int, lay_out: Callable[[RowsCache], GangCache]) -> float:
         rows = self._rows(lengths)
@@ -66,3 +78,14 @@ class Decodes:
         made = (torch.randn(shape, dtype=self._model.dtype) for _ in range(config.num_hidden_layers))
         layers = [RowsLayer(keys, values, columns) for keys, values in made]
         return RowsCache(Cache(layers=layers), torch.tensor(lengths), columns)
+
+
+def _layout(lengths: Sequence[int]) -> PackedBatch:
+    return PackedBatch.of([length + PACKED_ROOM for length in lengths])
+
+
+def _makers(layout: PackedBatch) -> dict[str, Callable[[RowsCache], GangCache]]:
+    return {
+        "padded": lambda rows: rows,
+        "packed": lambda rows: PackedCache.of(rows.places(), layout, PACKED_ROOM),
+    }

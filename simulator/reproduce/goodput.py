@@ -26,10 +26,11 @@ from numpy.random import Generator
 from policies.types import StepCoefficients, StepTimes
 from simulator import plots
 from simulator.cluster import ClusterConfig, run
+from simulator.disaggregated import run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile, engine_profile
 from simulator.predictors import predicted
-from simulator.presets import FEATURES, system, without
+from simulator.presets import FEATURES, PAPERS_POOLS, system, without
 from simulator.real_times import RealTimes
 from simulator.report import Target, attainment
 from simulator.reproduce.common import Setting, mean, output_rate, table
@@ -291,6 +292,28 @@ def _share_and_rate(job: tuple[Load, Variant, int]) -> tuple[float, float]:
     load, variant, seed = job
     known = predicted(load(seed, variant.replicas), variant.predictor, np.random.default_rng(seed))
     served = run(variant.config(), known)
+    return attainment(served, LINES.targets), output_rate(served)
+
+
+def papers_pools(setting: Setting) -> list[str]:
+    """002's figures 1 and 4: three engines of the papers' system, or two and one that reads long prompts."""
+    three = replace(Variant(system="papers"), replicas=3)
+    loads = {f"mix {rate}/s each": partial(_of_law, TRAFFIC["mix"], rate) for rate in (6, 8, 10, 12)}
+    found = setting.grid(_share_and_rate_of_pools, list(loads.values()), [three], (False, True)).mean(axis=3)[:, 0]
+    rows = [
+        (name, *(f"{share:.3f}, {rate:.0f}" for share, rate in row)) for name, row in zip(loads, found, strict=True)
+    ]
+    return table(("load", "three alike", "two, and one that reads"), rows)
+
+
+def _share_and_rate_of_pools(job: tuple[Load, Variant, bool, int]) -> tuple[float, float]:
+    """The same engines, all alike or split by PAPERS_POOLS."""
+    load, variant, split, seed = job
+    if not split:
+        return _share_and_rate((load, variant, seed))
+    known = predicted(load(seed, variant.replicas), variant.predictor, np.random.default_rng(seed))
+    config = replace(variant.config(), replicas=variant.replicas - PAPERS_POOLS.prefill_replicas)
+    served = run_disaggregated(config, PAPERS_POOLS, known)
     return attainment(served, LINES.targets), output_rate(served)
 
 

@@ -193,16 +193,93 @@ def _capacity(job: tuple[_Row, _System, int]) -> float:
     return low
 
 
+def _rate_without_waits(job: tuple[_Row, _System, int]) -> tuple[float, float]:
+    """Requests per second with all of them there at once, and their mean seconds per token."""
+    row, system, seed = job
+    finished = run(system.config(row), _workload(row, seed, "all"))
+    tpot_s = mean([request.tpot_s for request in finished.requests if request.tpot_s is not None])
+    return steady_rate(finished), tpot_s
+
+
+def _at_once(row: _Row, rate: float) -> float:
+    """Requests that decode at that rate and the SLA's time per token, by Little's law."""
+    return rate * float(row.outputs.split(":")[1]) * _SLA_S
+
+
 def table_2(setting: Setting) -> list[str]:
     """Requests per second within 50 ms per token: static batch of 256 against Algorithm 2, printed and corrected."""
     systems = (_STATIC, _LITERAL, _CORRECTED)
+    endless = setting.grid(_rate_without_waits, _TABLE_2, (_CORRECTED,)).mean(axis=2)[:, 0]
     rows = []
-    for row, results in zip(_TABLE_2, setting.grid(_capacity, _TABLE_2, systems), strict=True):
+    for row, results, full in zip(_TABLE_2, setting.grid(_capacity, _TABLE_2, systems), endless, strict=True):
         ours = [spread(each) for each in results]
         lengths = f"{row.prompts.split(':')[1]} / {row.outputs.split(':')[1]}"
-        rows.append((row.model, lengths, row.static, row.dynamic, *ours))
+        paper = float(row.static), float(row.dynamic)
+        shown = f"{paper[0]} -> {paper[1]} ({paper[1] / paper[0] - 1:+.0%})"
+        batches = " -> ".join(f"{_at_once(row, rate):.0f}" for rate in paper)
+        gain = f"{mean(results[2]) / mean(results[0]) - 1:+.0%}"
+        rows.append((row.model, lengths, shown, batches, *ours, gain, f"{full[0]:.2f} at {1e3 * full[1]:.0f} ms"))
     heading = (
-        "model", "prompt / output tokens", "paper: static", "paper: dynamic", "simulated: static",
-        "Algorithm 2 as printed", "corrected",
+        "model", "prompt / output tokens", "paper: static -> dynamic", "requests at once, by Little's law",
+        "simulated: static", "Algorithm 2 as printed", "corrected", "gain", "corrected, with an endless queue",
     )  # fmt: skip
     return table(heading, rows)
+
+
+def _used(job: tuple[_Row, _System, int]) -> tuple[float, float, float]:
+    """Means over the time: requests in a step, share of the cache, and share of the time that its tokens would take
+    if a GPU computed as fast as it reads prompts, without waiting for memory."""
+    row, system, seed = job
+    finished = run(system.config(row), _workload(row, seed, "all"))
+    engine = finished.engines[0]
+    totals = engine.totals
+    computed_s = engine_profile(row.engine).times.prefill.prefill_s * (totals.prefill_tokens + totals.decode_tokens)
+    share = totals.blocks_s / (totals.busy_s * engine.config.total_blocks)
+    return totals.batch_s / totals.busy_s, share, computed_s / totals.busy_s
+
+
+def utilization(setting: Setting) -> list[str]:
+    """Section III-A: how much of batch, cache and computing power table I's systems use (the paper: 40 to 50 %)."""
+    systems = (_STATIC, _MEMORY, _FORECAST, _ALL_SLOTS)
+    rows = [
+        (row.model, *(f"{batch:.0f}, {cache:.0%}, {computed:.0%}" for batch, cache, computed in found))
+        for row, found in zip(_TABLE_1, setting.grid(_used, _TABLE_1, systems).mean(axis=2), strict=True)
+    ]
+    return table(("model", "static", "eq. 12", "forecast", "1024 slots, no policy"), rows)
+
+
+# Of a token, on all GPUs together: 2 x 2 bytes, layers and the width of keys.
+_KV_BYTES = {"LLaMA-65B": 80 * 8192 * 4, "LLaMA3-70B": 80 * 1024 * 4, "PanGu-7B": 32 * 4096 * 4}
+_PCIE_BYTES_PER_S = 25e9  # PCIe 4.0 with 16 lanes, of which each GPU has its own, as copies reach it
+
+
+def _lost(job: tuple[_Row, _System, int]) -> tuple[float, float, float]:
+    """Preemptions, tokens whose keys and values they lost, and seconds in all."""
+    row, system, seed = job
+    finished = run(system.config(row), _workload(row, seed, "all"))
+    totals = finished.engines[0].totals
+    return totals.preemptions, totals.recomputed_tokens, finished.makespan_s
+
+
+def swapping(setting: Setting) -> list[str]:
+    """Section II: what preempted requests cost if they are computed again, and if they are swapped out and in."""
+    systems = {"static": _STATIC, "1024 slots, no policy": _ALL_SLOTS, "eq. 12": _MEMORY}
+    rows = []
+    found = setting.grid(_lost, _TABLE_1, list(systems.values())).mean(axis=2)
+    for row, results in zip(_TABLE_1, found, strict=True):
+        again_s, swapped_s = _token_costs_s(row)
+        for name, (preemptions, tokens, seconds) in zip(systems, results.tolist(), strict=True):
+            shares = (f"{tokens * each_s / seconds:.2%}" for each_s in (again_s, swapped_s))
+            costs = f"{1e6 * again_s:.0f} / {1e6 * swapped_s:.0f}"
+            rows.append((row.model, costs, name, f"{preemptions:.0f}", f"{tokens:.0f}", *shares))
+    heading = (
+        "model", "us a token: again / swapped", "batch", "preemptions", "tokens lost", "time: computed again", "swapped"
+    )  # fmt: skip
+    return table(heading, rows)
+
+
+def _token_costs_s(row: _Row) -> tuple[float, float]:
+    """Seconds for a lost token: computed again in a full prefill; moved over PCIe to the host and back."""
+    profile = engine_profile(row.engine)
+    swapped_s = 2.0 * _KV_BYTES[row.model] / (_PCIE_BYTES_PER_S * profile.gpus)
+    return profile.times.prefill.prefill_s, swapped_s

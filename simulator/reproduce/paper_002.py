@@ -4,8 +4,8 @@ Alpaca-like prompts are HaluEval's general queries, long ones arXiv summaries (t
 Step times are OPT-13B's on an A100 (the paper: Llama2-13B on A100 40 GB). Bucketing is of prompts. Offline, batches run
 padded until their longest answer ends, beside continuous batching, where nothing is padded. Online it is the paper's
 arrangement: prompts are read by bucket in padded batches on GPUs of their own, answers go on in continuous batches.
-What the paper compares with (UELLM, DistServe) is not rebuilt, so its ratios are not either: reading first come, first
-served and padded stands for DistServe.
+What the paper compares with is not rebuilt; stand-ins have its arrangement and order: reading first come, first served
+for DistServe, padded batches by predicted length, which read and answer, for UELLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,13 +60,13 @@ def _continuous(**changes: Any) -> ClusterConfig:
     return cluster(_ENGINE, clock=None, **changes)
 
 
-def _workload(setting: Setting, name: str, count: int, seed: int) -> Workload:
+def _workload(setting: Setting, name: str, count: int, seed: int, predictor: str = "none") -> Workload:
     if name == "mixed":
-        parts = (_workload(setting, part, count // 2, seed) for part in ("alpaca", "long"))
+        parts = (_workload(setting, part, count // 2, seed, predictor) for part in ("alpaca", "long"))
         both = mixed("mixed", *parts)
         return both.rows(np.random.default_rng(seed).permutation(len(both)))
     source = setting.workload("alpaca" if name == "alpaca" else "arxiv")
-    return replace(drawn(source, count, seed, "none", _MAX_TOKENS), name=name)
+    return replace(drawn(source, count, seed, predictor, _MAX_TOKENS), name=name)
 
 
 def figure_3(setting: Setting) -> list[str]:
@@ -157,6 +157,49 @@ def _in_buckets(work: Workload, edges: Sequence[float], order: Order) -> tuple[f
     return waste, tokens_per_s, waited_s / len(work), float(len(batches)), float(len(edges) - 1)
 
 
+# UELLM reads and answers on each of the four GPUs, in padded batches by predicted length. The others read and answer on
+# different ones: DistServe reads in order of arrival, with and without padding, BucketServe by bucket.
+_SPLIT_SYSTEMS = {"DistServe": "no padding", "DistServe, padded": "first come"}
+_SPLIT_SYSTEMS |= {f"BucketServe, {reader}": reader for reader in ("Algorithm 1", "adaptive")}
+_GPUS = 4
+_UELLM_BINS = 4
+_OFFLINE_REQUESTS = 2400  # of fewer the last long answers take a third of the time
+
+
+def baselines(setting: Setting) -> list[str]:
+    """Figure 5a: all at once, output tokens/s of four GPUs; the paper: 3.58 times UELLM's, 1.31 times DistServe's."""
+    rows = []
+    for name in _NAMES:
+        works = [_workload(setting, name, _OFFLINE_REQUESTS, seed, "noise:0.44") for seed in range(setting.runs)]
+        rates = {"UELLM": mean([_coupled_rate(work) for work in works])}
+        shown = [f"{rates['UELLM']:.0f}"]
+        for system, reader in _SPLIT_SYSTEMS.items():
+            by_readers = [mean([_split_rate(work, reader, n) for work in works]) for n in range(1, _GPUS)]
+            rates[system] = max(by_readers)
+            shown.append(f"{rates[system]:.0f} ({1 + int(np.argmax(by_readers))})")
+        ours = max(rate for system, rate in rates.items() if system.startswith("BucketServe"))
+        gains = (f"x{ours / rates[system]:.2f}" for system in ("UELLM", "DistServe", "DistServe, padded"))
+        rows.append((name, *shown, *gains))
+    heading = (
+        "workload", "UELLM", *(f"{system} (GPUs that read)" for system in _SPLIT_SYSTEMS),
+        "best over UELLM", "over DistServe", "over DistServe, padded",
+    )  # fmt: skip
+    return table(heading, rows)
+
+
+def _coupled_rate(work: Workload) -> float:
+    """Output tokens/s of padded batches that run until their longest answer ends, by predicted length."""
+    rows = _most_rows(int((work.prompt_tokens + work.output_tokens).max()))
+    config = GangConfig(batch_size=rows, max_wait_s=float("inf"))
+    bins = MultiBinConfig(bins=_UELLM_BINS, batch_size=rows)
+    finished = run_gang(config, bins, PaddedTimes(times=_profile().times), work, _GPUS)
+    return float(work.output_tokens.sum()) / finished.makespan_s
+
+
+def _split_rate(work: Workload, reader: str, reading: int) -> float:
+    return float(work.output_tokens.sum() / _split(work, reader, reading, _GPUS - reading)[2].max())
+
+
 def figure_5(setting: Setting) -> list[str]:
     """Figures 5c to 5f and 6a: SLO attainment and server rate by client rate, and where the time goes."""
     cases = [(name, reader, rate) for name in _NAMES for reader in _READERS for rate in _RATES[name]]
@@ -215,21 +258,9 @@ def _capacity(points: Sequence[_Point], attainment: float = 0.8) -> str:
 
 
 def _served(work: Workload, reader: str, rate: float, seed: int) -> _Point:
-    """Both halves, one after the other: nothing that answers holds up what reads."""
+    """What arrives at that rate."""
     arriving = work.arriving(poisson(rate, len(work), np.random.default_rng(seed)))
-    read = _read(arriving, reader)
-    first_s = np.array([request.finished_s for request in read])
-    transfer = TransferTimes(overhead_s=0.0, s_per_token=kv_bytes_per_token(40, 40, 128, 2) / _NVLINK_BYTES_PER_S)
-    moved_s = first_s + transfer.s_per_token * work.prompt_tokens
-    answers = Workload.of(
-        work.name, moved_s, work.prompt_tokens, work.output_tokens - 1, cached_tokens=work.prompt_tokens
-    )
-    config = _continuous(slots=256, replicas=_ANSWERING)
-    ended = sorted(run(config, answers).requests, key=lambda request: int(request.request_id[1:]))
-    last_s = np.empty(len(work))
-    last_s[np.argsort(moved_s, kind="stable")] = [moved_s.min() + (request.finished_s or 0.0) for request in ended]
-    last_s = np.where(arriving.output_tokens > 1, last_s, first_s)
-    started_s = np.array([request.started_s for request in read])
+    started_s, first_s, last_s = _split(arriving, reader, _READING, _ANSWERING)
     seconds = (started_s - arriving.arrival_s, first_s - started_s, last_s - first_s)
     per_token_s = (last_s - first_s) / np.maximum(1, arriving.output_tokens - 1)
     targets = np.array([_TARGETS[label] for label in arriving.slo_class or [work.name] * len(work)])
@@ -237,10 +268,32 @@ def _served(work: Workload, reader: str, rate: float, seed: int) -> _Point:
     return _Point(mean(met.astype(float)), _middle_rate(last_s), (mean(seconds[0]), mean(seconds[1]), mean(seconds[2])))
 
 
-def _read(work: Workload, reader: str) -> list[Request]:
+def _split(work: Workload, reader: str, reading: int, answering: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """When each request's batch is begun to be read, when it is read, and when its answer ends: both halves, one after
+    the other, for nothing that answers holds up what reads."""
+    read = _read(work, reader, reading)
+    first_s = np.array([request.finished_s for request in read])
+    transfer = TransferTimes(overhead_s=0.0, s_per_token=kv_bytes_per_token(40, 40, 128, 2) / _NVLINK_BYTES_PER_S)
+    moved_s = first_s + transfer.s_per_token * work.prompt_tokens
+    answers = Workload.of(
+        work.name, moved_s, work.prompt_tokens, work.output_tokens - 1, cached_tokens=work.prompt_tokens
+    )
+    config = _continuous(slots=256, replicas=answering)
+    ended = sorted(run(config, answers).requests, key=lambda request: int(request.request_id[1:]))
+    last_s = np.empty(len(work))
+    last_s[np.argsort(moved_s, kind="stable")] = [moved_s.min() + (request.finished_s or 0.0) for request in ended]
+    last_s = np.where(work.output_tokens > 1, last_s, first_s)
+    return np.array([request.started_s for request in read]), first_s, last_s
+
+
+def _most_rows(tokens: int) -> int:
+    """How many requests of so many tokens equation 6 allows, at most as many as engines have slots."""
+    return max_safe_requests([tokens] * 256, int(_SAFE_SHARE * (_profile().cache_tokens or 0)), padded=True)
+
+
+def _read(work: Workload, reader: str, reading: int) -> list[Request]:
     """The prompts alone: as batches that end when they are read, of as many as equation 6 allows of the longest."""
-    safe_tokens = int(_SAFE_SHARE * (_profile().cache_tokens or 0))
-    most = max_safe_requests([_MAX_TOKENS] * 64, safe_tokens, padded=True)
+    most = _most_rows(_MAX_TOKENS)
     rules: Mapping[str, AdaptiveBucketsConfig | BucketServeConfig] = {
         "Algorithm 1": BucketServeConfig(l_max=_MAX_TOKENS, max_buckets=16),
         "adaptive": AdaptiveBucketsConfig(),
@@ -249,7 +302,7 @@ def _read(work: Workload, reader: str) -> list[Request]:
     one_row = PrefillConfig(row_tokens=1 << 30, max_pass_tokens=1 << 40)
     times = PaddedTimes(times=_profile().times, prefill=one_row if reader == "no padding" else PADDED)
     prompts = replace(work, output_tokens=np.ones_like(work.output_tokens))
-    return run_gang(GangConfig(batch_size=most, max_wait_s=0.0), _ONE_BIN, times, prompts, _READING, buckets).requests
+    return run_gang(GangConfig(batch_size=most, max_wait_s=0.0), _ONE_BIN, times, prompts, reading, buckets).requests
 
 
 def _middle_rate(ends_s: FloatArray) -> float:

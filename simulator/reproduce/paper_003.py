@@ -10,7 +10,7 @@ contains its overhead already (ERRATA 3.12).
 further token of context, scaled by the model's bytes per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -91,6 +91,33 @@ def _run(case: _Case) -> Run:
 def _tokens_per_s(case: _Case) -> float:
     finished = _run(case)
     return sum(r.prompt_tokens + r.output_tokens for r in finished.requests) / finished.makespan_s
+
+
+# The share of decodes from which a mixed token costs more than a token of decode steps, as printed.
+_SHARES = {"Qwen3-8B@H200": "80 %", "Qwen3-8B@RTX_PRO_6000": "20 %"}
+# Tokens of a step; of so many that no overhead counts, the last.
+_STEP_TOKENS = (256, 512, 1024, 10**9)
+
+
+def shares(setting: Setting) -> list[str]:
+    """The share r of decodes in a step from which a mixed token costs more than one of a decode step as large."""
+    rows = []
+    for engine, published in _SHARES.items():
+        for mixing in ("sum", "polynomial"):
+            times = _times(engine, mixing)
+            found = [_costly_share(times, tokens) for tokens in _STEP_TOKENS]
+            rows.append((engine, mixing, published, *("never" if r is None else f"{r:.0%}" for r in found)))
+    return table(("engine", "mixed step", "paper", *map(str, _STEP_TOKENS[:-1]), "no overhead"), rows)
+
+
+def _costly_share(times: StepTimes, tokens: int) -> float | None:
+    """The least r, in percents, at which a step of so many tokens, r of them decodes, costs more than decodes alone."""
+    decode_s = times.decode.step_s(decode_requests=tokens)
+    for percent in range(101):
+        decodes = tokens * percent / 100
+        if times.mixed.step_s(prefill_tokens=tokens - decodes, decode_requests=decodes) > decode_s:
+            return percent / 100
+    return None
 
 
 def _drawn(prompts: str, outputs: str, requests: int, seed: int) -> Workload:
@@ -176,6 +203,8 @@ _DRIFTS = {
     "Qwen3-8B@H200": ("18307/20396", "17394/20762", "20776/21182 (+13.5 % / +3.9 %)"),
     "Qwen3-8B@RTX_PRO_6000": ("-", "-", "9582 (+36.4 %)"),
 }
+# Of a drift through the sets nothing is printed; these are the gains of table 5.
+_DRIFT_OF_SETS = {"Qwen3-8B@H200": "(+13.5 % / +3.9 %)", "Qwen3-8B@RTX_PRO_6000": "(+36.4 %)"}
 
 
 def _drifting(seed: int) -> Workload:
@@ -187,19 +216,37 @@ def _drifting(seed: int) -> Workload:
 
 def drift(setting: Setting) -> list[str]:
     """Table 5: lengths that drift from long prompts to long answers, 2048 clients; tokens/s."""
-    keys = [(engine, mixing) for engine in _DRIFTS for mixing in ("sum", "polynomial")]
+    return _drifted(setting, [_drifting(seed) for seed in range(setting.runs)], _DRIFTS)
+
+
+def drift_of_sets(setting: Setting) -> list[str]:
+    """Traffic that drifts through the four sets of tables 2 and 3, 2048 clients; tokens/s."""
+    published = {engine: ("-", "-", gain) for engine, gain in _DRIFT_OF_SETS.items()}
+    return _drifted(setting, [_drifting_sets(setting, seed) for seed in range(setting.runs)], published)
+
+
+def _drifting_sets(setting: Setting, seed: int) -> Workload:
+    """2000 requests of each set after each other; 512 where each has 4000 tokens."""
+    counts = {"ShareGPT": 2000, "WildChat": 2000, "LongBench": 2000, "NuminaMath": 512}
+    parts = (_set(setting, name, seed).head(count) for name, count in counts.items())
+    return mixed("drift of sets", *(part.arriving(np.zeros(len(part))) for part in parts))
+
+
+def _drifted(setting: Setting, works: Sequence[Workload], published: Mapping[str, tuple[str, str, str]]) -> list[str]:
+    """The three schedulers over each of the workloads, by both laws of mixed steps."""
+    keys = [(engine, mixing) for engine in published for mixing in ("sum", "polynomial")]
     cases = [
         _Case(
             engine=engine, mixing=mixing, scheduler=scheduler, slots=2048, clients=2048, max_batch_tokens=18_432,
-            work=_drifting(seed), any_context=True,
+            work=work, any_context=True,
         )
-        for engine, mixing in keys for scheduler in _SCHEDULERS.values() for seed in range(setting.runs)
+        for engine, mixing in keys for scheduler in _SCHEDULERS.values() for work in works
     ]  # fmt: skip
-    found = np.array(setting.each(_tokens_per_s, cases)).reshape(len(keys), len(_SCHEDULERS), setting.runs)
+    found = np.array(setting.each(_tokens_per_s, cases)).reshape(len(keys), len(_SCHEDULERS), len(works))
     rows = []
     for (engine, mixing), rates in zip(keys, found, strict=True):
         gain = f"{spread(100 * (rates[2] / rates[0] - 1))} %"
-        rows.append((engine, *_DRIFTS[engine], mixing, *(f"{mean(each):.0f}" for each in rates), gain))
+        rows.append((engine, *published[engine], mixing, *(f"{mean(each):.0f}" for each in rates), gain))
     heading = (
         "engine", "published v1", "published EB", "published EB+", "mixed step", "v1", "EB", "EB+", "EB+ against v1"
     )  # fmt: skip

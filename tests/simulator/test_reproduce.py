@@ -12,13 +12,27 @@ from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
 from simulator.reproduce.__main__ import EXPERIMENTS, main
 from simulator.reproduce.common import Setting, drawn, saturated, steady_rate, table, walk_forward
-from simulator.reproduce.paper_001 import _STATIC, _full_batch, _pace
-from simulator.reproduce.paper_002 import _READERS, _capacity, _Point, _served
+from simulator.reproduce.paper_001 import (
+    _ALL_SLOTS,
+    _STATIC,
+    _TABLE_1,
+    _TABLE_2,
+    _at_once,
+    _full_batch,
+    _lost,
+    _pace,
+    _token_costs_s,
+    _used,
+)
+from simulator.reproduce.paper_002 import _READERS, _capacity, _coupled_rate, _Point, _served, _split_rate
 from simulator.reproduce.paper_003 import (
     _POLYNOMIALS,
     _TABLES,
     _Case,
+    _costly_share,
+    _drawn,
     _drifting,
+    _drifting_sets,
     _requests_per_s,
     _set,
     _times,
@@ -102,6 +116,17 @@ def test_load_capacity_is_the_server_rate_at_which_four_of_five_meet_their_targe
     assert _capacity(points[2:]) == "below all"
 
 
+def test_reading_by_bucket_on_gpus_of_its_own_beats_padded_batches_that_read_and_answer() -> None:
+    rng = np.random.default_rng(0)
+    prompts = np.where(rng.random(240) < 0.5, rng.integers(5, 40, 240), rng.integers(1000, 4000, 240))
+    work = Workload.of("mixed", np.zeros(240, dtype=np.float64), prompts, rng.integers(10, 300, 240))
+    coupled, padded, by_bucket = (
+        _coupled_rate(work),
+        *(_split_rate(work, each, 2) for each in ("first come", "adaptive")),
+    )
+    assert coupled < padded < by_bucket
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("reader", _READERS)
 def test_prompts_read_by_bucket_meet_their_targets_at_light_load_and_the_parts_add_up(reader: str) -> None:
@@ -122,6 +147,42 @@ def test_the_steady_rate_of_a_full_engine_is_its_capacity() -> None:
     finished = saturated(config, drawn(source, 2000, 0))
     decode_s = profile.times.step_s(decode_requests=8, kv_tokens=8 * 50)
     assert steady_rate(finished) == pytest.approx(8 / (40 * decode_s), rel=0.15)
+
+
+def test_decodes_make_a_mixed_step_costly_from_the_share_that_003_prints_for_the_slower_memory() -> None:
+    engine, no_overhead = "Qwen3-8B@RTX_PRO_6000", 10**9
+    assert _costly_share(_times(engine, "polynomial"), no_overhead) == pytest.approx(0.2, abs=0.015)
+    assert _costly_share(_times(engine, "sum"), no_overhead) is None
+    shares = [_costly_share(_times("Qwen3-8B@H200", "polynomial"), tokens) for tokens in (256, 512, no_overhead)]
+    assert None not in shares and shares == sorted(shares, key=lambda share: -(share or 0.0))
+
+
+def test_a_drift_of_sets_has_one_set_after_the_other(tmp_path: Path) -> None:
+    rows = b"prompt_tokens,output_tokens\n" + b"7,900\n" * 4000
+    (tmp_path / "sharegpt_lengths_nanoflow.csv.gz").write_bytes(gzip.compress(rows))
+    work = _drifting_sets(Setting(data=tmp_path), 0)
+    starts = np.cumsum([0, 2000, 2000, 2000])
+    assert work.output_tokens[starts[0]] == 500
+    assert work.cached_tokens[starts[1] : starts[2]].any() and not work.cached_tokens[starts[2] :].any()
+    assert work.output_tokens[starts[2] : starts[3]].max() <= 20
+    assert set(work.output_tokens[starts[3] :].tolist()) == {4000}
+
+
+def test_the_requests_at_once_of_table_2_of_001_are_rate_times_answer_times_pace() -> None:
+    assert [round(_at_once(row, float(row.static))) for row in _TABLE_2] == [62, 17, 67]
+
+
+def test_swapping_costs_a_token_less_than_computing_it_again_where_links_are_its_own() -> None:
+    (again_s, swapped_s), (_, small_s) = map(_token_costs_s, (_TABLE_1[0], _TABLE_1[1]))
+    assert swapped_s == pytest.approx(2 * 80 * 8192 * 4 / (8 * 25e9))
+    assert small_s == pytest.approx(swapped_s / 8) and swapped_s < again_s
+
+
+def test_more_slots_use_more_of_the_engine_and_lose_tokens_where_the_cache_is_tight() -> None:
+    row = _TABLE_1[3]._replace(requests=600, cache_tokens=70_000)
+    static, all_slots = ((*_used((row, each, 0)), _lost((row, each, 0))[1]) for each in (_STATIC, _ALL_SLOTS))
+    assert all(0.0 < share <= 1.0 for share in (*static[1:3], *all_slots[1:3]))
+    assert static[0] <= all_slots[0] and static[3] <= all_slots[3] and all_slots[3] > 0
 
 
 def test_tables_are_markdown() -> None:
@@ -154,6 +215,15 @@ def test_rates_of_table_2_of_003_are_met_within_12_percent(name: str, published:
             slots=slots, max_batch_tokens=budget, clients=2048,
         )  # fmt: skip
         assert _requests_per_s(case) == pytest.approx(rate, rel=0.12)
+
+
+@pytest.mark.long
+def test_exclusive_batching_has_the_rate_of_table_4_of_003_with_2048_clients() -> None:
+    case = _Case(
+        engine="Qwen3-8B@RTX_PRO_6000", mixing="polynomial", scheduler="exclusive", slots=1024, clients=2048,
+        work=_drawn("uniform:256:768", "uniform:128:384", 8192, 0),
+    )  # fmt: skip
+    assert _tokens_per_s(case) == pytest.approx(13179, rel=0.05)
 
 
 @pytest.mark.long
