@@ -1,5 +1,6 @@
 """The tables of `sluice status`. Titles, heads and words are those of the page."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ def tables(looked: Looked) -> "Group":
         *_predictor(looked),
         _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
         _table("Parts", PARTS, part_rows(status), "none"),
+        *_bins(status),
         *_switched_off(status),
         _table("Recent requests", RECENT, recent_rows(status), "none yet"),
     ]
@@ -64,9 +66,10 @@ REPLICAS = (
     "now",
 )
 PARTS = ("part", "acts", "how, or why not", "of")
+BINS = ("model", "bin", "answer's tokens", "waiting", "ended lately", "of these in it")
 OFF = ("off", "with", "replicas")
 RECENT = (
-    *("ended", "request", "class", "prompt", "predicted", "answer"),
+    *("ended", "request", "class", "bin", "prompt", "predicted", "answer"),
     *("waited", "first token", "replica", "", "outcome"),
 )
 BATCHES = ("batch", "model", "endpoint", "now", "done", "failed", "expected end", "window ends")
@@ -186,6 +189,35 @@ def part_rows(status: Mapping[str, Any]) -> Iterator[Row]:
         yield (part, acts, why, ", ".join(names))
 
 
+def _bins(status: Mapping[str, Any]) -> list[Any]:
+    """Its table, where bins act."""
+    rows = list(bin_rows(status))
+    return [_table("Bins", BINS, rows, "")] if rows else []
+
+
+def bin_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    """Where bins act: what each holds, and how many of the answers that were predicted to be in it were."""
+    for each in _models(status):
+        if not each.get("parts", {}).get("bins", {}).get("acts"):
+            continue
+        ended = [one for one in each.get("recent_requests", ()) if one["outcome"] == "stop"]
+        for index, (least, below) in enumerate(itertools.pairwise([None, *each["bin_edges_tokens"][1:-1], None])):
+            answers = [one["output_tokens"] for one in ended if one["bin"] == index]
+            right = sum((least or 0) <= tokens < (below or math.inf) for tokens in answers)
+            yield (
+                each["model"],
+                number(index),
+                _between(least, below),
+                number(sum(count for lane, count in each["waiting"].items() if lane.endswith(f":{index}"))),
+                number(len(answers)),
+                percent(right / len(answers) if answers else None),
+            )
+
+
+def _between(least: float | None, below: float | None) -> str:
+    return " ".join(f"{word} {number(edge)}" for word, edge in (("from", least), ("below", below)) if edge) or "any"
+
+
 def _switched_off(status: Mapping[str, Any]) -> list[Any]:
     """Its table, where anything is off."""
     rows = list(off_rows(status))
@@ -234,6 +266,7 @@ def recent_rows(status: Mapping[str, Any]) -> Iterator[Row]:
             f"{datetime.fromtimestamp(each['at']):%H:%M:%S}",
             short(each["request_id"]),
             each["slo_class"],
+            number(each["bin"]),
             number(each["prompt_tokens"]),
             number(each["predicted_tokens"]),
             number(each["output_tokens"]),

@@ -17,6 +17,7 @@ from deployments.command import status as module
 from deployments.command.status_tables import (
     Looked,
     batch_rows,
+    bin_rows,
     class_rows,
     number,
     off_rows,
@@ -185,6 +186,24 @@ def test_parts_are_said_once_with_their_replicas_and_steps_by_each() -> None:
     ]
 
 
+def test_bins_that_act_say_what_they_hold_and_how_often_that_was_right() -> None:
+    ended = [(0, 10, "stop"), (0, 60, "stop"), (1, 50, "stop"), (1, 49, "length"), (2, 5000, "stop")]
+    status: dict[str, Any] = {
+        "model": "m",
+        "parts": {"bins": {"acts": True, "why": "rolling"}},
+        "bin_edges_tokens": [1.0, 50.0, 200.0, None],
+        "waiting": {"chat:0": 2, "free:0": 1, "chat:10": 4},
+        "recent_requests": [{"bin": bin, "output_tokens": tokens, "outcome": how} for bin, tokens, how in ended],
+    }
+    assert list(bin_rows(status)) == [
+        ("m", "0", "below 50", "3", "2", "50.0 %"),
+        ("m", "1", "from 50 below 200", "0", "1", "100.0 %"),
+        ("m", "2", "from 200", "0", "1", "100.0 %"),
+    ]
+    status["parts"]["bins"]["acts"] = False
+    assert not list(bin_rows(status))
+
+
 def test_a_predictor_is_used_where_it_has_proved_better() -> None:
     def of(slo_class: str, **values: float) -> list[tuple[str, dict[str, str], float]]:
         labels = {"model": "m", "slo_class": slo_class}
@@ -227,6 +246,8 @@ def test_heads_are_those_of_the_page() -> None:
         status_tables.CLASSES,
         status_tables.PROMISES,
         status_tables.REPLICAS,
+        status_tables.PARTS,
+        status_tables.BINS,
         status_tables.OFF,
         status_tables.RECENT,
     ):

@@ -36,6 +36,10 @@ def test_it_shows_what_runs_and_never_what_was_asked(sluice: Sluice) -> None:
         ended = page.locator("#recent tbody tr").first
         expect(ended).to_contain_text("length")
         expect(ended).to_contain_text("900")
+        for part in ("bins no bins.dispatch: requests sends each", "prediction no", "batch control no", "phases "):
+            expect(page.locator("#parts")).to_contain_text(re.compile(part.replace(" ", r"\s*"), re.I))
+        expect(page.locator("#steps rect").first).to_be_attached()
+        expect(page.locator("#binsection")).to_be_hidden()
         for tile in ("requests/s", "tokens/s", "first token", "in time"):
             expect(page.locator("#tiles")).to_contain_text(tile)
         all_met = {"ttft": "met", "tpot": "met", "e2e": "met"}
