@@ -18,6 +18,7 @@ ended() {
     rm -rf "$folder"
 }
 trap ended EXIT
+trap 'exit 1' INT TERM
 python3 -m venv "$folder/venv"
 python="$folder/venv/bin/python"
 "$python" -m pip install --quiet torch==2.13.0
