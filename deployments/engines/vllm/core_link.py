@@ -2,7 +2,7 @@
 
 As vLLM's own client does: requests go out over one ZeroMQ socket, batches of outputs and the answers to calls come in
 over another one, and a third one is there until the engine has loaded. The loop watches the descriptor itself:
-through `zmq.asyncio` a message costs the relay half as much again.
+through `zmq.asyncio` a message costs the relay nearly twice as much.
 """
 
 import asyncio
