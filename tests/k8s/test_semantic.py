@@ -35,7 +35,8 @@ COMMANDS = Path(sys.executable).parent
 OBJECT_STORE_BYTES = 80 << 20
 # Ray gives its own parts 30 s to come up, which a busy machine may not keep; the kubelet then starts a container anew.
 CONTAINER_STARTS = 3
-# A pod sees its own processes only, and the drain script looks for its raylet among all that it sees.
+# A pod sees its own processes only, and they end with it: a head that Ray gave up on leaves no GCS behind. The drain
+# script looks for its raylet among all that it sees.
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -84,7 +85,7 @@ class MiniKubeRay:
         arguments += " --head" if group == "head" else ""
         # Through a shell, as KubeRay does: the quotes around `resources` are for it.
         command = ["bash", "-c", f"exec ray start --block --disable-usage-stats {arguments}"]
-        command = [*_OWN_PROCESSES, *command] if group == "engine" else command
+        command = [*_OWN_PROCESSES, *command]
         # One after the other: nodes of one machine that start at once take each other's ports.
         for _ in range(CONTAINER_STARTS):
             # A container has a file system of its own.
@@ -218,7 +219,12 @@ class MiniKubeRay:
         return [name for name, process in self.processes.items() if process.poll() is not None]
 
     def logs(self) -> str:
-        return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in self.folder.glob("*.log"))
+        """The ends of what nodes said, and of what the head's own parts did."""
+        of_ray = [
+            each for name in ("gcs_server", "raylet") for each in self.folder.glob(f"r/session_latest/logs/{name}*")
+        ]
+        found = [*self.folder.glob("*.log"), *of_ray]
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in found)
 
 
 @pytest.fixture
