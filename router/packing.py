@@ -12,6 +12,7 @@ import msgspec
 
 from policies.router.admission import Limits, Quota, Settlement
 from policies.router.dispatcher import MOST_CALLED_LATE
+from policies.router.late import NEWEST, OLDEST
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band
 from policies.router.tickets import Reading, Ticket
 
@@ -27,6 +28,8 @@ def _lua_names() -> str:
         "BAND_S": f"{BAND_S:.0f}",
         "STARTS_FOR_THE_PATIENT": STARTS_FOR_THE_PATIENT,
         "MOST_CALLED_LATE": MOST_CALLED_LATE,
+        "OLDEST": OLDEST,
+        "NEWEST": NEWEST,
         **{band.name: band.value for band in (Band.IN_TIME, Band.NO_TARGET, Band.LATE)},
     }
     lines = (

@@ -7,8 +7,8 @@ call; a contract test holds them to it.
 While a replica has credit and a ticket waits that it may take, the most urgent ticket starts, where its first token is
 predicted to come soonest; where replicas take rolling batches, the next ones of its lane start beside it. A ticket that
 turns out to be late when it is its turn moves behind. One start in ten is owed to those behind. Among late tickets API
-keys take turns. Replicas that take whole batches get one when they are idle. Then slots are called back for urgent
-tickets that no replica could take.
+keys take turns, and of one key the one starts of whose prompt a replica has most cached. Replicas that take whole
+batches get one when they are idle. Then slots are called back for urgent tickets that no replica could take.
 """
 
 from bisect import bisect_right
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from policies.gang.batches import GangConfig, LaneView, next_batch
 from policies.router.admission import NO_LIMITS, Limits, Queue, Refusal, no_room, predicted_wait_s
 from policies.router.lanes import LaneName, Lanes
+from policies.router.late import looked_at, most_saved
 from policies.router.ledger import Ledger, Place, Replica, Tally
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
 from policies.router.placement import Placement, soonest_first_token
@@ -157,7 +158,8 @@ class Dispatcher:
         return predicted_wait_s(sum(ahead_s.values()), [replica.slowness for replica in serving], own_ahead_s, own)
 
     def dispatch(self, now_s: float) -> Moves:
-        """Hand out what can be handed out: afterwards no replica has credit for what waits."""
+        """Hand out what can be handed out: afterwards no replica has credit for what waits, late ones aside that wait for
+        the replica that has their prompt."""
         if not self.lanes:
             return Moves([], [])
         started = [*self._start_singles(now_s), *self._start_gangs(now_s)]
@@ -217,8 +219,20 @@ class Dispatcher:
             return owed
         for place in self.lanes.heads():
             if (replica := self._choose(place.ticket)) is not None:
-                return self._in_turn(place, replica)
+                found = self._in_turn(place, replica)
+                if not _is_behind(found[0].ticket):
+                    return found
+                if (saving := self._most_saved(found[0])) is not None:
+                    return saving
         return None
+
+    def _most_saved(self, first: Place) -> tuple[Place, Replica] | None:
+        """Of the late tickets beside it, of which it is the first."""
+        late = looked_at(self.lanes.late_like(first.ticket))
+        places = [each for each in late if each.ticket.api_key == first.ticket.api_key]
+        replicas = [each for each in self.ledger.serving(first.ticket.slo_class) if each.has_room]
+        found = most_saved([each.ticket for each in places], replicas)
+        return None if found is None else (places[found.index], found.replica)
 
     def _next_owed(self, now_s: float) -> tuple[Place, Replica] | None:
         """The ticket behind whose patience ended first, over the first one of each lane."""
@@ -320,8 +334,12 @@ def _turns_out_late(ticket: Ticket, replica: Replica, now_s: float) -> bool:
 
 def _may_start_at(ticket: Ticket, replica: Replica) -> bool:
     """A late ticket goes where nothing is to be read."""
-    is_late = ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
-    return not (is_late and replica.has_prompts_to_read)
+    return not (_is_behind(ticket) and replica.has_prompts_to_read)
+
+
+def _is_behind(ticket: Ticket) -> bool:
+    """It was called late, in an order that knows late tickets."""
+    return ticket.late_key is not None and ticket.deadline_key // BAND_S == Band.LATE
 
 
 def _band_of(ticket: Ticket) -> Band | None:

@@ -74,6 +74,15 @@ class Lanes:
         lane = self._lanes.get(_name(ticket))
         return lane[0] if lane else None
 
+    def late_like(self, ticket: Ticket) -> list[Place]:
+        """The late ones beside this ticket, the oldest first: those of its class and API key, without a key of its lane."""
+        if ticket.api_key:
+            of_class = self.in_band(Band.LATE, ticket.slo_class)
+            return sorted((each for each in of_class if each.ticket.api_key == ticket.api_key), key=_rank)
+        lane = self._lanes.get(_name(ticket), [])
+        first, end = (bisect_left(lane, edge * BAND_S, key=_key) for edge in (Band.LATE, Band.LATE + 1))
+        return lane[first:end]
+
     def heads(self) -> list[Place]:
         """The first of each lane, the most urgent first."""
         return sorted([lane[0] for lane in self._lanes.values()], key=_urgency)

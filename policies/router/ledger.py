@@ -85,9 +85,13 @@ class Replica:
         return not self.terms.classes and self.terms.gang_max_wait_s is None and self.slots > 0
 
     @property
+    def has_room(self) -> bool:
+        """It takes single requests, now or once it has read."""
+        return self.terms.gang_max_wait_s is None and not self.is_refilled and self.free_slots > 0
+
+    @property
     def takes_singles(self) -> bool:
-        is_open = self.terms.gang_max_wait_s is None and not self.is_refilled
-        return is_open and self.free_slots > 0 and not self.is_full_of_prompts
+        return self.has_room and not self.is_full_of_prompts
 
     @property
     def takes_a_gang(self) -> bool:
@@ -95,14 +99,14 @@ class Replica:
 
     def reading_s(self, ticket: Ticket) -> float:
         """Seconds in which it reads what it has not cached of this ticket's prompt."""
-        return ticket.unread_at(self.replica_id) * self._pace_s(ticket)
+        return ticket.unread_at(self.replica_id) * self.pace_s(ticket)
 
-    def _pace_s(self, ticket: Ticket) -> float:
+    def pace_s(self, ticket: Ticket) -> float:
         """Its seconds for a token of this ticket's prompt."""
         return ticket.token_s(self.slowness, self.reading.prompt_token_s)
 
     def offer(self, ticket: Ticket) -> Offer:
-        pace_s = self._pace_s(ticket)
+        pace_s = self.pace_s(ticket)
         return Offer(
             ahead_s=self.unread_tokens * pace_s,
             reading_s=ticket.unread_at(self.replica_id) * pace_s,

@@ -87,12 +87,11 @@ local function enqueue(id, only_admits)
     return { 1, {} }
   end
   ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
-  if replica and not had_a_place and not is_late(ticket, replica) then
-    -- What waits has no use for this replica, unless it is owed the next start: as through its lane, in fewer moves.
-    put_on(id, ticket, replica)
-    local others = next_is_owed(note_start(ticket)) and dispatch(ticket[ROUTER_ID]) or {}
-    table.insert(others, 1, { id, replica })
-    return { 1, others }
+  local alone = not had_a_place and redis.call('EXISTS', P .. ':occupied') == 0
+  if replica and alone and not is_behind(ticket) and not is_late(ticket, replica) then
+    put_on(id, ticket, replica) -- as through its lane, in fewer moves
+    note_start(ticket)
+    return { 1, { { id, replica } } }
   end
   save_ticket(id, ticket)
   put_in_lane(id, ticket)

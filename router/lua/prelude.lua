@@ -373,6 +373,11 @@ local function serves(replica, class)
   return is_for(redis.call('HGET', P .. ':serves', replica) or '', class)
 end
 
+-- It was called late, in an order that knows late tickets.
+local function is_behind(ticket)
+  return ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
+end
+
 -- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with
 -- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step} ..., and the least number of prompts
 -- that one of them has to read.
@@ -389,7 +394,7 @@ local function offers_to(ticket, owed)
   local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
   local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
   local prompts = redis.call('HMGET', P .. ':prompts', unpack(ids))
-  local late = not owed and ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
+  local late = not owed and is_behind(ticket)
   local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
     local known, most, token_s = reading_in(readings[i])
@@ -432,9 +437,8 @@ local function choose(ticket, owed)
 end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.
--- Returns how many have started.
 local function note_start(ticket)
-  local starts = redis.call('INCR', P .. ':starts')
+  redis.call('INCR', P .. ':starts')
   if ticket[API_KEY] ~= '' then
     redis.call('ZINCRBY', P .. ':served', ticket[WORK_S], ticket[API_KEY])
   end
@@ -449,7 +453,6 @@ local function note_start(ticket)
       redis.call('SET', P .. ':started', ticket[ARRIVAL_S], 'KEEPTTL')
     end
   end
-  return starts
 end
 
 local function start(id, ticket, replica)
@@ -518,6 +521,68 @@ local function in_turn(head, ticket, replica, owed)
   return head, ticket, replica
 end
 
+-- policies.router.lanes.Lanes.late_like, as far as policies.router.late.looked_at: ids, the oldest first.
+local function late_like(ticket)
+  local waits = of_key(ticket) or P .. ':lane:' .. lane_of(ticket)
+  local from, to, seen = LATE * BAND_S, '(' .. (LATE + 1) * BAND_S, {}
+  local ids = redis.call('ZRANGEBYSCORE', waits, from, to, 'LIMIT', 0, OLDEST)
+  for _, id in ipairs(ids) do
+    seen[id] = true
+  end
+  local newest = redis.call('ZREVRANGEBYSCORE', waits, to, from, 'LIMIT', 0, NEWEST)
+  for i = #newest, 1, -1 do
+    if not seen[newest[i]] then
+      ids[#ids + 1] = newest[i]
+    end
+  end
+  return ids
+end
+
+-- policies.router.ledger.Replica.has_room, of those that serve this class: {id, unread tokens, work, own seconds per
+-- prompt token or false, slowness, whether a late ticket may start there} ..., by id.
+local function with_room(class)
+  local replicas = {}
+  for _, id in ipairs(redis.call('HKEYS', P .. ':batch_size')) do
+    local slots, running = hash_number(':slots', id), hash_number(':running', id)
+    if serves(id, class) and slots > running and redis.call('SISMEMBER', P .. ':refilled', id) == 0 then
+      local known, most, token_s = reading_of(id)
+      local unread, free = unread_tokens(id, known), redis.call('ZSCORE', P .. ':free', id)
+      local work, may_start = hash_number(':work', id), free and not (most and unread > 0)
+      replicas[#replicas + 1] = { id, unread, work, token_s, slowness_of(id), may_start }
+    end
+  end
+  table.sort(replicas, function(a, b) return a[1] < b[1] end)
+  return replicas
+end
+
+-- policies.router.late.most_saved, of the late tickets beside this one, of which it is the first: head, ticket, replica.
+local function most_saved(first)
+  local replicas, most_s = with_room(first[SLO_CLASS]), -1
+  local head, chosen, replica
+  for _, id in ipairs(late_like(first)) do
+    local ticket = load_ticket(id)
+    if ticket[API_KEY] == first[API_KEY] then
+      local left, own, own_s, own_unread, pace = unread_of(ticket), nil, math.huge, nil, nil
+      for _, each in ipairs(replicas) do
+        local unread, token_s = left[each[1]] or ticket[UNREAD_TOKENS], each[4] or ticket[PROMPT_TOKEN_S] * each[5]
+        local seconds = (each[2] + unread) * token_s
+        if not own or seconds < own_s or (seconds == own_s and each[3] < own[3]) then
+          own, own_s, own_unread, pace = each, seconds, unread, token_s
+        end
+      end
+      if not own then
+        return nil
+      end
+      own[2] = own[2] + own_unread
+      local saved_s = (ticket[UNREAD_TOKENS] - own_unread) * pace
+      if own[6] and saved_s > most_s then
+        most_s, head, chosen, replica = saved_s, { id = id, lane = lane_of(ticket) }, ticket, own[1]
+      end
+    end
+  end
+  return head, chosen, replica
+end
+
 -- The most urgent ticket that a replica with credit may take, or whose turn it is, and that replica; nil without any.
 local function next_start(heads)
   table.sort(heads, more_urgent)
@@ -525,19 +590,21 @@ local function next_start(heads)
     local ticket = load_ticket(head.id)
     local replica = choose(ticket)
     if replica then
-      return in_turn(head, ticket, replica)
+      head, ticket, replica = in_turn(head, ticket, replica)
+      if is_behind(ticket) then
+        head, ticket, replica = most_saved(ticket)
+      end
+      if replica then
+        return head, ticket, replica
+      end
     end
   end
 end
 
--- Whether the next start, after so many, is owed to a ticket that stands behind those in time.
-local function next_is_owed(starts)
-  return (starts + 1) % STARTS_FOR_THE_PATIENT == 0
-end
-
 -- policies.router.order.is_owed_a_start: of those behind, one of each lane, whose patience ended first.
 local function next_owed()
-  if not next_is_owed(tonumber(redis.call('GET', P .. ':starts') or '0')) then
+  local starts = tonumber(redis.call('GET', P .. ':starts') or '0')
+  if (starts + 1) % STARTS_FOR_THE_PATIENT ~= 0 then
     return nil
   end
   local owed
@@ -577,8 +644,7 @@ end
 -- Late tickets go where nothing is to be read.
 local function may_start_at(ticket, replica)
   local known, most = reading_of(replica)
-  local late = ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
-  return not (late and most and unread_tokens(replica, known) > 0)
+  return not (is_behind(ticket) and most and unread_tokens(replica, known) > 0)
 end
 
 -- The rest of a rolling batch: the next ones of the lane and band of its first, but for those that are late.
@@ -764,8 +830,8 @@ local function recall()
   end
 end
 
--- Hand out what can be handed out, so that no replica has credit for what waits when a script ends. Tickets of `router`
--- are returned, those of other routers are published to them. `no_slot_came_free`: single requests need no second look.
+-- Hand out what can be handed out, so that no replica has credit for what waits when a script ends, late ones aside that
+-- wait for the replica that has their prompt. Tickets of `router` are returned, those of other routers are published to them. `no_slot_came_free`: single requests need no second look.
 local function dispatch(router, no_slot_came_free)
   local started, mine, others = {}, {}, {}
   if not no_slot_came_free then

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from deployments.serving.embedded_redis import carried_server
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.late import NEWEST, OLDEST
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
 from policies.router.turns import HALF_LIFE_S, band_of
@@ -778,6 +779,55 @@ async def test_without_keys_late_ones_go_as_they_came(store: StateStore) -> None
         await store.enqueue(late(name, "", number, slo_class=f"c{number % 2}", work_s=number))
     assert await starts(store, names) == names
     assert (await store.snapshot()).served_s == {}
+
+
+async def test_of_late_ones_that_starts_of_whose_prompt_most_is_cached(store: StateStore) -> None:
+    fields = {"unread_tokens": 20, "prompt_token_s": 0.25}
+    await store.enqueue(late("old", "", 0.0, **fields))
+    await store.enqueue(late("some", "", 1.0, prefixes=(("r1", 5), ("r2", 5)), **fields))
+    await store.enqueue(late("most", "", 2.0, prefixes=(("r2", 10),), **fields))
+    assert await starts(store, ["old", "some", "most"]) == ["old", "some", "most"]
+
+
+async def test_a_late_one_waits_for_the_replica_that_has_its_prompt_while_that_reads_sooner(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 0)
+        await store.beat_replica(name, 2, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
+    known: dict[str, Any] = {"prefixes": (("p", 15),), "prompt_token_s": 0.25}
+    assert await store.enqueue(prompt("first", 20, **known)) == [Assignment("first", "p")]  # 5 to read
+    fields = {"unread_tokens": 20, **known}
+    assert await store.enqueue(late("own", "", 0.0, **fields)) == []  # 5 + 5 < 20
+    assert await store.enqueue(late("own, too", "", 1.0, **fields)) == []  # 10 + 5 < 20
+    assert await store.enqueue(late("one too many", "", 2.0, **fields)) == [Assignment("one too many", "q")]
+    await store.release("p", ["first"], reading=Reading(max_unread_tokens=99))
+    assert await store.locate(["own", "own, too"]) == ["p", ""]
+
+
+async def test_a_late_one_does_not_wait_for_a_replica_without_room(store: StateStore) -> None:
+    for name in ("p", "q"):
+        await store.register_replica(info(name), 0)
+        await store.beat_replica(name, 1, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
+    known: dict[str, Any] = {"prefixes": (("p", 15),), "prompt_token_s": 0.25}
+    assert await store.enqueue(prompt("first", 20, **known)) == [Assignment("first", "p")]
+    assert await store.enqueue(late("own", "", 0.0, unread_tokens=20, **known)) == [Assignment("own", "q")]
+
+
+async def test_what_is_cached_counts_among_late_ones_of_the_key_whose_turn_it_is(store: StateStore) -> None:
+    fields = {"unread_tokens": 20, "prompt_token_s": 0.25, "work_s": 1.0}
+    for key, came in (("flood", 0.0), ("other", 10.0)):
+        for number in range(2):
+            cached = (("r0", 10 * number), ("r1", 10 * number))
+            await store.enqueue(late(f"{key}{number}", key, came + number, prefixes=cached, **fields))
+    names = ["flood0", "flood1", "other0", "other1"]
+    assert await starts(store, names) == ["flood1", "other1", "flood0", "other0"]
+
+
+async def test_the_oldest_and_the_newest_late_ones_are_compared(store: StateStore) -> None:
+    names = [f"x{number:02}" for number in range(OLDEST + NEWEST + 2)]
+    for number, name in enumerate(names):
+        cached = (("r0", 10),) if number in (OLDEST, OLDEST + 1, OLDEST + 3) else ()
+        await store.enqueue(late(name, "", number, unread_tokens=20, prompt_token_s=0.25, prefixes=cached))
+    assert await starts(store, names, most=1) == [names[OLDEST + 3]]
 
 
 async def test_what_keys_were_served_is_halved_once_in_a_while_and_then_forgotten(
