@@ -158,8 +158,10 @@ class Dispatcher:
         return predicted_wait_s(sum(ahead_s.values()), [replica.slowness for replica in serving], own_ahead_s, own)
 
     def dispatch(self, now_s: float) -> Moves:
-        """Hand out what can be handed out: afterwards no replica has credit for what waits, late ones aside that wait for
-        the replica that has their prompt."""
+        """Hand out what can be handed out.
+
+        Afterwards no replica has credit for what waits, late ones aside that wait for the replica with their prompt.
+        """
         if not self.lanes:
             return Moves([], [])
         started = [*self._start_singles(now_s), *self._start_gangs(now_s)]
@@ -232,7 +234,7 @@ class Dispatcher:
         places = [each for each in late if each.ticket.api_key == first.ticket.api_key]
         replicas = [each for each in self.ledger.serving(first.ticket.slo_class) if each.has_room]
         found = most_saved([each.ticket for each in places], replicas)
-        return None if found is None else (places[found.index], found.replica)
+        return None if found is None else (places[found.place], found.replica)
 
     def _next_owed(self, now_s: float) -> tuple[Place, Replica] | None:
         """The ticket behind whose patience ended first, over the first one of each lane."""

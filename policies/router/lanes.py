@@ -75,7 +75,7 @@ class Lanes:
         return lane[0] if lane else None
 
     def late_like(self, ticket: Ticket) -> list[Place]:
-        """The late ones beside this ticket, the oldest first: those of its class and API key, without a key of its lane."""
+        """The late ones beside this ticket, the oldest first: of its class and API key, without a key of its lane."""
         if ticket.api_key:
             of_class = self.in_band(Band.LATE, ticket.slo_class)
             return sorted((each for each in of_class if each.ticket.api_key == ticket.api_key), key=_rank)

@@ -1,4 +1,4 @@
-"""Which of the late requests starts, once promises can't be kept any more: the one of whose prompt a replica saves most.
+"""Which of the late requests starts, once promises can't be kept any more: that of whose prompt a replica saves most.
 
 By age alone sessions come round one after the other: when one is back, others have taken its place in the cache, and
 all prompts are read again. What is cached makes room for all the sooner the sooner it is used. No paper of the five
@@ -21,12 +21,12 @@ came last."""
 
 class Saving(NamedTuple):
     """Attributes:
-    index: of the ticket.
+    place: of the ticket among those compared.
     replica: where it starts.
     saved_s: seconds in which that would read what it has cached of the prompt.
     """
 
-    index: int
+    place: int
     replica: Replica
     saved_s: float
 

@@ -9,6 +9,7 @@ from policies.errors import SluiceError
 from simulator.reproduce import (
     account,
     batches,
+    beyond,
     completion,
     goodput,
     paper_000,
@@ -75,6 +76,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "papers-system": goodput.as_published,
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
+    "prefixes-beyond": beyond.beyond,
     "batches": batches.batches,
 }
 

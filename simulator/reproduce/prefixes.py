@@ -138,14 +138,7 @@ def of_agents(rows: Sequence[Mapping[str, str]], starts_per_s: float, seconds: f
 
     Those of fewer than five requests, and with prompts that no cache here would hold, are left out.
     """
-    sessions = defaultdict[str, list[Mapping[str, str]]](list)
-    for row in rows:
-        sessions[row["session"]].append(row)
-    whole = [
-        each
-        for each in sessions.values()
-        if len(each) >= _LEAST_REQUESTS and max(int(row["prompt_tokens"]) for row in each) < _MOST_TOKENS
-    ]
+    whole = _whole(rows)
     starts_s = np.sort(rng.uniform(0.0, seconds, rng.poisson(starts_per_s * seconds)))
     came = [
         (start_s + float(row["t_in_session_s"]), row, f"{number}/{row['agent']}")
@@ -153,6 +146,22 @@ def of_agents(rows: Sequence[Mapping[str, str]], starts_per_s: float, seconds: f
         for row in whole[rng.integers(len(whole))]
     ]
     return _workload("agents", [each for each in came if each[0] < seconds])
+
+
+def agent_sessions(path: Path) -> list[list[Mapping[str, str]]]:
+    """The rows of each session of at least five requests whose prompts a cache here may hold."""
+    return _whole(_rows(path))
+
+
+def _whole(rows: Sequence[Mapping[str, str]]) -> list[list[Mapping[str, str]]]:
+    sessions = defaultdict[str, list[Mapping[str, str]]](list)
+    for row in rows:
+        sessions[row["session"]].append(row)
+    return [
+        each
+        for each in sessions.values()
+        if len(each) >= _LEAST_REQUESTS and max(int(row["prompt_tokens"]) for row in each) < _MOST_TOKENS
+    ]
 
 
 def of_mooncake(rows: Sequence[Mapping[str, str]], speed: float, seconds: float, rng: Generator) -> Workload:

@@ -27,25 +27,25 @@ def _replica(name: str, unread: int = 0, slots: int = 4, **changes: float) -> Re
 def test_that_starts_of_which_most_seconds_are_saved() -> None:
     tickets = [_late("none"), _late("some", {"a": 50}), _late("most", {"a": 60})]
     found = most_saved(tickets, [_replica("a")])
-    assert found is not None and (found.index, found.replica.replica_id, found.saved_s) == (2, "a", 60.0)
+    assert found is not None and (found.place, found.replica.replica_id, found.saved_s) == (2, "a", 60.0)
 
 
 def test_of_equal_savings_the_oldest_starts() -> None:
     found = most_saved([_late("x"), _late("y")], [_replica("a")])
-    assert found is not None and found.index == 0
+    assert found is not None and found.place == 0
 
 
 def test_seconds_count_and_not_tokens() -> None:
     tickets = [_late("fast", {"a": 60}), _late("slow", {"b": 50})]
     found = most_saved(tickets, [_replica("a"), _replica("b", slowness=2.0)])
-    assert found is not None and (found.index, found.saved_s) == (1, 100.0)
+    assert found is not None and (found.place, found.saved_s) == (1, 100.0)
 
 
 def test_none_starts_elsewhere_while_its_own_replica_comes_to_it_sooner() -> None:
     replicas = [_replica("a", unread=10), _replica("b")]
     assert most_saved([_late("x", {"a": 80})], replicas) is None  # 10 + 20 < 100
     found = most_saved([_late("x", {"a": 80})] * 5, replicas)  # 10 + 5 * 20 > 100
-    assert found is not None and (found.index, found.replica.replica_id) == (4, "b")
+    assert found is not None and (found.place, found.replica.replica_id) == (4, "b")
 
 
 def test_new_sessions_spread_over_idle_replicas_by_their_work() -> None:
