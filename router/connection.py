@@ -27,6 +27,7 @@ class ReplicaConnection:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
         self.missed_looks = 0  # in a row, by those who look for its replica in the shared state
+        self.fell_silent = False  # nothing was acknowledged for too long: its replica may serve others
 
     @classmethod
     async def open(cls, info: ReplicaInfo, *, router_id: str, engine_version: str) -> "ReplicaConnection":
@@ -78,9 +79,10 @@ class ReplicaConnection:
                     self._answer(frame)
                 elif frame.kind is wire.Kind.BLOCKS:
                     on_blocks(self, msgspec.msgpack.decode(frame.parts[0], type=BlockChanges))
-                else:
+                elif frame.kind is not wire.Kind.PING:
                     raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.fell_silent = isinstance(error, TimeoutError)
             return
         finally:
             self.close()
@@ -94,6 +96,10 @@ class ReplicaConnection:
     def ask_for_blocks(self) -> None:
         """All that its prefix cache holds."""
         wire.write_frame(self._writer, wire.Kind.BLOCKS, [])
+
+    def ping(self) -> None:
+        """As `wire.ping`."""
+        wire.ping(self._writer)
 
     @property
     def is_closing(self) -> bool:

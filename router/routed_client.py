@@ -26,6 +26,7 @@ from policies.live import Live
 from policies.router.promise import NO_PROMISE, Promise
 from policies.router.tickets import Recall
 from predictor.learned import Foresight, Question
+from router import wire
 from router.accounting import Accounting
 from router.admission import Tenant
 from router.background import BackgroundTasks
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
+OUT_OF_REACH = 0.8  # of the silence that makes a replica dead: with the time of a connect that is over by then
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -87,6 +89,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self.repeat(self._heartbeat, "heartbeat")
         self.repeat(self._exchange, "exchange")
         self.repeat(self._settle, "settle")
+        self.repeat(self._ping, "ping", pause_s=wire.PING_S)
         self.repeat(partial(look_for_lag, self.metrics.loop_lag_s.observe), "event loop", pause_s=0)
         core_wait = partial(look_for_core_wait, CoreWait(), self.metrics.core_wait_s.inc)
         self.repeat(core_wait, "core wait", pause_s=0)
@@ -225,9 +228,14 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self.recovery.recall(request_id)
         for connection in self.connections.missing(self.snapshot.replicas):
             await self.recovery.lost(connection)
+        self.connections.try_again(self.snapshot.replicas)
         if self.caches.have_a_say:  # replicas tell what they have cached to those that are connected
             self.connections.begin(self.snapshot.replicas)
         await self.queueing.look_after_waiting()
+
+    async def _ping(self) -> None:
+        for connection in self.connections.all_open:
+            connection.ping()
 
     async def _exchange(self) -> None:
         await self.classifier.exchange(self.store, self.clock.now())
@@ -239,6 +247,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         await self.accounting.settlements.send()
 
     # What others ask
+
+    @property
+    def reaches_no_engine(self) -> bool:
+        """It has requests, and all replicas that live have been out of reach for a while."""
+        for_s = OUT_OF_REACH * self.terms.now.config.silence_s
+        return bool(self.ledger) and self.connections.reaches_none(self.snapshot.replicas, for_s)
 
     @property
     def snapshot(self) -> Snapshot:
