@@ -42,8 +42,9 @@ def most_saved(tickets: Sequence[Ticket], replicas: Sequence[Replica]) -> Saving
 
         own = argmin over replicas of (unread tokens + those of earlier tickets there + its own) * pace
 
-    of equal ones where the least work is, then the first. It starts there or not at all, as long as that replica has
-    room: elsewhere its prompt would be read again, though its own replica comes to it before.
+    of equal ones where the least work is, then the first; one that its router can't reach comes last. It starts there
+    or not at all, as long as that replica has room: elsewhere its prompt would be read again, though its own replica
+    comes to it before.
 
     Args:
         tickets: late ones, the oldest first; of equal savings the oldest starts.
@@ -55,13 +56,9 @@ def most_saved(tickets: Sequence[Ticket], replicas: Sequence[Replica]) -> Saving
     unread = [replica.unread_tokens for replica in replicas]
     best: Saving | None = None
     for index, ticket in enumerate(tickets):
-        seconds = [
-            ((unread[each] + ticket.unread_at(replica.replica_id)) * replica.pace_s(ticket), replica.work_s, each)
-            for each, replica in enumerate(replicas)
-        ]
-        if not seconds:
+        own = min(range(len(replicas)), key=lambda each: _order(ticket, replicas[each], unread[each]), default=None)
+        if own is None:
             return None
-        own = min(seconds)[2]
         replica = replicas[own]
         unread[own] += ticket.unread_at(replica.replica_id)
         if not replica.takes_singles or replica.has_prompts_to_read:
@@ -70,3 +67,9 @@ def most_saved(tickets: Sequence[Ticket], replicas: Sequence[Replica]) -> Saving
         if best is None or saved_s > best.saved_s:
             best = Saving(index, replica, saved_s)
     return best
+
+
+def _order(ticket: Ticket, replica: Replica, unread_tokens: int) -> tuple[bool, float, float]:
+    replica_id = replica.replica_id
+    seconds = (unread_tokens + ticket.unread_at(replica_id)) * replica.pace_s(ticket)
+    return replica_id in ticket.avoids, seconds, replica.work_s

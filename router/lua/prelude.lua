@@ -570,26 +570,34 @@ local function with_room(class)
   return replicas
 end
 
+-- Where a late ticket belongs among replicas `with_room`, its tokens to read there and its seconds per token: the least of
+-- policies.router.late.most_saved, and the first of equal ones; nil where there is none.
+local function own_replica(ticket, replicas)
+  local left, avoided = unread_of(ticket), {}
+  for _, id in ipairs(ticket[AVOIDS]) do
+    avoided[id] = 1
+  end
+  local own, own_out, own_s, own_unread, own_pace
+  for _, each in ipairs(replicas) do
+    local unread, pace = left[each[1]] or ticket[UNREAD_TOKENS], each[4] or ticket[PROMPT_TOKEN_S] * each[5]
+    local out, seconds = avoided[each[1]] or 0, (each[2] + unread) * pace
+    if not own or out < own_out or (out == own_out and (seconds < own_s or (seconds == own_s and each[3] < own[3]))) then
+      own, own_out, own_s, own_unread, own_pace = each, out, seconds, unread, pace
+    end
+  end
+  return own, own_unread, own_pace
+end
+
 -- policies.router.late.most_saved, of the late tickets beside this one, of which it is the first: head, ticket, replica.
 local function most_saved(first)
   local replicas, most_s = with_room(first[SLO_CLASS]), -1
   local head, chosen, replica
   for _, id in ipairs(late_like(first)) do
     local ticket = load_ticket(id)
-    if ticket[API_KEY] == first[API_KEY] then
-      local left, own, own_s, own_unread, pace = unread_of(ticket), nil, math.huge, nil, nil
-      for _, each in ipairs(replicas) do
-        local unread, token_s = left[each[1]] or ticket[UNREAD_TOKENS], each[4] or ticket[PROMPT_TOKEN_S] * each[5]
-        local seconds = (each[2] + unread) * token_s
-        if not own or seconds < own_s or (seconds == own_s and each[3] < own[3]) then
-          own, own_s, own_unread, pace = each, seconds, unread, token_s
-        end
-      end
-      if not own then
-        return nil
-      end
-      own[2] = own[2] + own_unread
-      local saved_s = (ticket[UNREAD_TOKENS] - own_unread) * pace
+    local own, unread, pace = own_replica(ticket, replicas)
+    if own and ticket[API_KEY] == first[API_KEY] then
+      own[2] = own[2] + unread
+      local saved_s = (ticket[UNREAD_TOKENS] - unread) * pace
       if own[6] and saved_s > most_s then
         most_s, head, chosen, replica = saved_s, { id = id, lane = lane_of(ticket) }, ticket, own[1]
       end

@@ -1476,12 +1476,13 @@ class Model:
     async def _no_slot_is_left_idle(self, places: dict[str, str], snapshot: Snapshot) -> None:
         lanes = Counter(self.lane_of(self.tickets[i]) for i, place in places.items() if not place)
         waiting = [self.known(i) for i, place in places.items() if not place]
+        if any(load.max_unread_tokens is not None and load.unread_tokens > 0 for load in snapshot.replicas.values()):
+            waiting = [t for t in waiting if not _is_late(t)]  # they may wait for the one that reads
         for found in await self.store.replica_infos():
             load = snapshot.replicas[found.replica_id]
             if self.store.dispatcher.ledger.replicas[found.replica_id].is_refilled:
                 continue  # it waits for as many as a rolling batch has
-            has_prompts_to_read = load.max_unread_tokens is not None and load.unread_tokens > 0
-            classes = {t.slo_class for t in waiting if not (has_prompts_to_read and _is_late(t))}
+            classes = {t.slo_class for t in waiting}
             wanted = classes & set(found.classes) if found.classes else classes
             if found.gang_max_wait_s != math.inf:
                 assert not wanted or not snapshot.replicas[found.replica_id].credit
@@ -1518,6 +1519,8 @@ class Model:
                 alike = [t for t in alike if t.deadline_key >= BAND_S * Band.NO_TARGET]
                 # After an owed start others may have been called late.
                 alike = [t for t in alike if not _is_late(t) or t.request_id in self.late]
+            if _is_late(mine):  # what is cached has a say among them
+                alike = [t for t in alike if not _is_late(t)]
             if (band := _turn_band(mine)) is not None:  # keys take turns
                 alike = [t for t in alike if t.api_key == mine.api_key or t.deadline_key // BAND_S != band]
             rank = (mine.deadline_key, name)

@@ -1,5 +1,7 @@
 """Which of the late requests starts."""
 
+from dataclasses import replace
+
 from policies.router.late import NEWEST, OLDEST, looked_at, most_saved
 from policies.router.ledger import Place, Replica
 from policies.router.tickets import Reading, ReplicaTerms, Ticket
@@ -53,6 +55,14 @@ def test_new_sessions_spread_over_idle_replicas_by_their_work() -> None:
     busy.on["running"], busy.work_s = Place(_late("running"), 0.0, "a"), 1.0
     found = most_saved([_late("x")], [busy, _replica("b")])
     assert found is not None and found.replica.replica_id == "b"
+
+
+def test_a_replica_out_of_reach_is_taken_only_where_there_is_no_other() -> None:
+    ticket = replace(_late("x", {"a": 99}), avoids=("a",))
+    found = most_saved([ticket], [_replica("a"), _replica("b")])
+    assert found is not None and found.replica.replica_id == "b"
+    found = most_saved([ticket], [_replica("a")])
+    assert found is not None and found.replica.replica_id == "a"
 
 
 def test_nothing_starts_without_replicas_or_where_all_have_prompts_to_read() -> None:
