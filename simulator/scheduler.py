@@ -56,14 +56,16 @@ class Scheduler:
         watermark_blocks: int,
         ordered: bool,
         totals: EngineTotals,
+        kept_fraction: float = 0.0,
     ) -> None:
         """Args:
         watermark_blocks: kept free when a request starts beside others.
         ordered: whether the queue goes by promises, not as requests came.
         totals: where recomputed tokens are counted.
+        kept_fraction: of the cache, what sessions that come back may keep through their pauses.
         """
         self.batch = Batch(slots, total_blocks, block_size)
-        self.prefixes = PrefixCache(block_size)
+        self.prefixes = PrefixCache(block_size, int(kept_fraction * total_blocks * block_size))
         self.waiting: PromisedQueue[Request] = PromisedQueue()
         self.departed = 0
         self._slots, self._watermark_blocks, self._ordered = slots, watermark_blocks, ordered
