@@ -169,6 +169,10 @@ class Engine:
         running = self._batch.view()
         return running.total_tokens / len(running) if len(running) else None
 
+    def return_chance(self, now_s: float) -> float:
+        """That what its prefix cache gives up next would be wanted again soon."""
+        return self._scheduler.return_chance(now_s)
+
     def known_tokens(self, request: Request) -> int:
         """Leading tokens of its prompt that are cached here."""
         return self._scheduler.known_tokens(request)

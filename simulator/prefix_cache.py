@@ -10,6 +10,7 @@ Of requests that will not come back it gives up first, as `deployments.engines.v
 
 from collections import OrderedDict
 
+from policies.engine.returns import EMPTY_BLOCKS, RETURN_S, Returns
 from simulator.requests import Request
 
 
@@ -28,6 +29,8 @@ class PrefixCache:
         self._block_size = block_size
         self._kept: OrderedDict[str, int] = OrderedDict()
         self._tokens = 0
+        self.now_s, self._returns = 0.0, Returns()
+        self._used_s: dict[str, float] = {}
         self._most_returning, self._returning_tokens = most_returning_tokens, 0
         self._returning: OrderedDict[str, int] = OrderedDict()  # those of `_kept` that are given up last
 
@@ -43,6 +46,7 @@ class PrefixCache:
         found = self.known_tokens(request)
         if request.session is not None and found:
             self._tokens -= self._kept.pop(request.session)
+            self._returns.returned(self.now_s - self._used_s.pop(request.session))
             self._gives_up(request.session)
         self.hit_tokens += found
         return found
@@ -54,6 +58,7 @@ class PrefixCache:
         self._tokens += tokens - self._kept.pop(request.session, 0)
         self._gives_up(request.session)
         self._kept[request.session] = tokens
+        self._used_s[request.session] = self.now_s
         if request.comes_back and self._most_returning:
             self._returning[request.session] = tokens
             self._returning_tokens += tokens
@@ -81,3 +86,11 @@ class PrefixCache:
             if left:
                 self._kept[session] = left
                 self._kept.move_to_end(session, last=False)
+            else:
+                self._returns.given_up(self.now_s - self._used_s.pop(session))
+
+    def return_chance(self, free_tokens: int) -> float:
+        """That what it gives up next, with so much room, would be found soon if it stayed."""
+        if not self._kept or free_tokens - self._tokens > EMPTY_BLOCKS * self._block_size:
+            return 0.0
+        return self._returns.chance(self.now_s - self._used_s[self._first()], RETURN_S)

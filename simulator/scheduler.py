@@ -91,6 +91,11 @@ class Scheduler:
         )
         self._head = None
 
+    def return_chance(self, now_s: float) -> float:
+        """As of its prefix cache."""
+        self.prefixes.now_s = now_s
+        return self.prefixes.return_chance(self.batch.free_blocks * self.batch.block_size)
+
     def known_tokens(self, request: Request) -> int:
         """Leading tokens of its prompt that are cached here."""
         return request.cached_tokens if request.session is None else self.prefixes.known_tokens(request)
@@ -220,21 +225,22 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._head = None
-            self._find_prefix(request)
+            self._find_prefix(request, now_s)
             if request.started_s is None:
                 request.started_s = now_s
             self.batch.admit(request)
             step.started += 1
             budget -= self._compute(step, len(self.batch) - 1, budget)
 
-    def _find_prefix(self, request: Request) -> None:
+    def _find_prefix(self, request: Request, now_s: float) -> None:
         if request.session is not None:
+            self.prefixes.now_s = now_s
             self._shrink_prefixes()
             request.cached_tokens = self.prefixes.take(request)
 
     def finish(self, now_s: float) -> list[Request]:
         """Take out what has all its tokens; what it had computed may be found until others need the room."""
-        finished = self.batch.finish(now_s)
+        finished, self.prefixes.now_s = self.batch.finish(now_s), now_s
         for request in finished:
             self.prefixes.keep(request, request.prompt_tokens + request.output_tokens)
         self._shrink_prefixes()

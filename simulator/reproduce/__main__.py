@@ -11,12 +11,14 @@ from simulator.reproduce import (
     batches,
     completion,
     goodput,
+    kept,
     paper_000,
     paper_001,
     paper_002,
     paper_003,
     paper_004,
     prefixes,
+    tasks,
     what_pays,
 )
 from simulator.reproduce.common import SOURCES, Setting
@@ -75,6 +77,8 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "papers-system": goodput.as_published,
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
+    "kept": kept.kept,
+    "tasks": tasks.tasks,
     "batches": batches.batches,
 }
 

@@ -8,10 +8,16 @@ segmented LRU of Karedla et al. (Computer 27(3), 1994), but for what lets a bloc
 name instead of a hit, for a session's first pause is no shorter than its others.
 """
 
+from array import array
 from collections.abc import Iterable, Iterator
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+from policies.engine.returns import EMPTY_BLOCKS, RETURN_S, Returns
+from router.clock import Clock
+
+_ONE_IN = 16  # blocks, whose times are learned from
 
 
 class KeptBlocks(FreeKVCacheBlockQueue):
@@ -22,21 +28,24 @@ class KeptBlocks(FreeKVCacheBlockQueue):
         most: blocks that are kept at once; what was kept longest goes behind the others then.
     """
 
-    def __init__(self, blocks: Iterable[KVCacheBlock], pool_blocks: int) -> None:
+    def __init__(self, blocks: Iterable[KVCacheBlock], pool_blocks: int, clock: Clock) -> None:
         """Args:
         blocks: that are free, in the order in which they are given up.
         pool_blocks: of the whole pool.
+        clock: tells for how long blocks lie unused.
         """
         self._kept = FreeKVCacheBlockQueue([])
         self._is_kept = bytearray(pool_blocks)
         self._others = 0
+        self.returns, self._clock = Returns(), clock
+        self._freed_s = array("d", bytes(8 * pool_blocks))
         super().__init__(list(blocks))
         self.keeps, self.most = False, 0
 
     @classmethod
-    def put_into(cls, pool: BlockPool) -> "KeptBlocks":
+    def put_into(cls, pool: BlockPool, clock: Clock) -> "KeptBlocks":
         """In the place of the pool's own queue, with what is free."""
-        queue = cls(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks)
+        queue = cls(pool.free_block_queue.get_all_free_blocks(), pool.num_gpu_blocks, clock)
         pool.free_block_queue = queue
         return queue
 
@@ -52,6 +61,16 @@ class KeptBlocks(FreeKVCacheBlockQueue):
     @property
     def kept(self) -> int:
         return self._kept.num_free_blocks
+
+    @property
+    def return_chance(self) -> float:
+        """That what is given up next would be used again soon if it stayed; 0 as long as much is empty."""
+        for empty, block in enumerate(self.iter_blocks_after(None)):
+            if block.block_hash is not None:
+                return self.returns.chance(self._clock.now() - self._freed_s[block.block_id], RETURN_S)
+            if empty >= EMPTY_BLOCKS:
+                break
+        return 0.0
 
     def keep_at_most(self, blocks: int) -> None:
         self.most = blocks
@@ -75,9 +94,14 @@ class KeptBlocks(FreeKVCacheBlockQueue):
             for block in last:
                 self._is_kept[block.block_id] = False
             first += last
+        for block in first:
+            if block.block_hash is not None and block.block_id % _ONE_IN == 0:
+                self.returns.given_up(self._clock.now() - self._freed_s[block.block_id])
         return first
 
     def remove(self, block: KVCacheBlock) -> None:
+        if block.block_id % _ONE_IN == 0:
+            self.returns.returned(self._clock.now() - self._freed_s[block.block_id])
         if self._is_kept[block.block_id]:
             self._is_kept[block.block_id] = False
             self._kept.remove(block)
@@ -85,6 +109,9 @@ class KeptBlocks(FreeKVCacheBlockQueue):
             super().remove(block)
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        now_s = self._clock.now()
+        for block in blocks:
+            self._freed_s[block.block_id] = now_s
         if not (self.keeps and self.most):
             super().append_n(blocks)
             return

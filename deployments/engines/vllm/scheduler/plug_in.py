@@ -118,7 +118,7 @@ class SluiceScheduler(AsyncScheduler):
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
             "batch_size": int(min(self.slots.now, self.planner.memory.requests, snapshot.most)),
-            **({} if self.kept is None else {"kept_blocks": self.kept.kept}),
+            **({} if self.kept is None else {"kept_blocks": self.kept.kept, "return_chance": self.kept.return_chance}),
             **self.planner.unread(),
             **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),
@@ -159,7 +159,7 @@ class SluiceScheduler(AsyncScheduler):
             return
         pool = self.kv_cache_manager.block_pool
         if self.kept is None:
-            self.kept = KeptBlocks.put_into(pool)
+            self.kept = KeptBlocks.put_into(pool, self.clock)
         self.kept.keep_at_most(int(fraction * pool.num_gpu_blocks))
 
     def _note(self, result: StepResult) -> None:

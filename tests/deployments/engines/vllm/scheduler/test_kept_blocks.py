@@ -8,6 +8,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
 from deployments.engines.vllm.scheduler.kept_blocks import KeptBlocks
+from tests.fakes import ManualClock
 
 BLOCKS = 32
 
@@ -17,7 +18,8 @@ class Pool:
 
     def __init__(self, most: int) -> None:
         self.pool = BlockPool(BLOCKS, True, 16)
-        self.queue = KeptBlocks.put_into(self.pool)
+        self.clock = ManualClock()
+        self.queue = KeptBlocks.put_into(self.pool, self.clock)
         self.queue.keep_at_most(most)
         self._hashes = 0
 
