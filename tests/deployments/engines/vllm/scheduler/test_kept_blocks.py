@@ -2,13 +2,17 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 
+from deployments.engines.vllm.request_metadata import RequestMetadata
+from deployments.engines.vllm.scheduler import kept_blocks
 from deployments.engines.vllm.scheduler.kept_blocks import KeptBlocks
 from tests.fakes import ManualClock
+from tests.virtual_engine import VirtualEngine
 
 BLOCKS = 32
 
@@ -102,6 +106,21 @@ def test_a_walk_goes_on_behind_any_block() -> None:
         assert list(pool.queue.iter_blocks_after(block)) == free[index + 1 :]
 
 
+def test_what_is_given_up_next_is_worth_what_blocks_of_its_age_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_blocks, "_ONE_IN", 1)
+    pool = Pool(most=0)
+    assert pool.queue.return_chance == 0.0
+    for turn in range(20):
+        blocks = pool.taken(BLOCKS - 1)
+        pool.free(blocks)
+        pool.clock.advance_to(100.0 * turn + 20.0)
+        pool.pool.touch(blocks[: BLOCKS // 2])
+        pool.free(blocks[: BLOCKS // 2])
+        fresh = pool.queue.return_chance
+        pool.clock.advance_to(100.0 * (turn + 1))
+    assert 0.0 < pool.queue.return_chance < fresh
+
+
 def test_without_sessions_the_order_is_vllms() -> None:
     rng, plain = random.Random(3), BlockPool(BLOCKS, True, 16)
     ours = Pool(most=16)
@@ -119,3 +138,41 @@ def test_without_sessions_the_order_is_vllms() -> None:
                 plain._insert_block_hash(key, block, num_tokens=16)
             held.append((ours.taken(count), theirs))
         assert ids(ours.queue.get_all_free_blocks()) == ids(plain.free_block_queue.get_all_free_blocks())
+
+
+TOLD = {
+    "told to come back": ({"extra_args": RequestMetadata(comes_back=True).as_extra_args()}, True),
+    "told not to": ({"extra_args": RequestMetadata(comes_back=False).as_extra_args(), "session_id": "s"}, False),
+    "of a session of vLLM's": ({"session_id": "s"}, True),
+    "of none": ({}, False),
+}
+
+
+@pytest.mark.parametrize("settings", [{"mode": "mixed"}, {"mode": "mixed", "kept_fraction": 0.0}, {"mode": "stock"}])
+@pytest.mark.parametrize("name", list(TOLD))
+def test_a_session_finds_its_prompt_after_requests_that_never_return(name: str, settings: dict[str, Any]) -> None:
+    told, comes_back = TOLD[name]
+    engine = VirtualEngine(settings, blocks=100, enable_prefix_caching=True)
+    prompt = list(range(1000, 1480))
+    engine.add("first turn", 480, 4, prompt_token_ids=prompt, **told)
+    engine.run()
+    for number in range(10):
+        engine.add(f"once {number}", 320, 4, prompt_token_ids=list(range(number * 320, number * 320 + 320)))
+        engine.run()
+    before = len(engine.log)
+    engine.add("second turn", 500, 4, prompt_token_ids=[*prompt, *range(20)], **told)
+    engine.run()
+    keeps = comes_back and settings == {"mode": "mixed"}
+    assert sum(step.prefill_tokens for step in engine.log[before:]) == (20 if keeps else 500)
+    assert engine.all_free
+
+
+def test_a_session_has_no_more_than_its_share_and_stock_gives_it_back() -> None:
+    engine = VirtualEngine({"mode": "mixed", "kept_fraction": 0.25}, blocks=100, enable_prefix_caching=True)
+    for number in range(4):
+        prompt = list(range(number * 320, number * 320 + 320))
+        engine.add(f"s{number}", 320, 4, prompt_token_ids=prompt, **TOLD["told to come back"][0])
+        engine.run()
+    assert engine.scheduler.status()["kept_blocks"] == 25
+    engine.scheduler.control({"mode": "stock"})
+    assert engine.scheduler.kept.kept == 0 and engine.all_free
