@@ -19,6 +19,7 @@ from policies.router.multi_bin import MultiBin
 from policies.router.order import deadline_keys
 from policies.router.placement import PrefixIndex, work_s
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.sessions import Sessions, Turn
 from policies.router.tickets import Ticket
 from policies.types import RequestView, StepTimes
 from predictor.base import LengthPrediction, LengthPredictor
@@ -58,6 +59,10 @@ class TicketWriter(Protocol):
     def prefixes(self) -> PrefixHits:
         """What replicas have of prompts."""
 
+    @property
+    def sessions(self) -> Sessions:
+        """What is known of sessions."""
+
     async def foresee(self, question: Question, promise: Promise) -> Foresight | None: ...
 
     def ticket(
@@ -72,7 +77,13 @@ class TicketWriter(Protocol):
     ) -> Classified: ...
 
     def observe(
-        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+        self,
+        slo_class: str,
+        output_tokens: int,
+        foresight: Foresight | None = None,
+        *,
+        is_cut: bool = False,
+        turn: Turn | None = None,
     ) -> None: ...
 
     async def exchange(self, store: StateStore, now_s: float) -> None: ...
@@ -103,6 +114,7 @@ class Classifier:
         buckets: PromptBuckets | None = None,
     ) -> None:
         self.prefixes, self._mode = PrefixHits(prefixes if mode == "full" else None), mode
+        self.sessions = Sessions()
         self._predictor, self._bins, self._buckets = predictor, bins, buckets
         self._terms = terms
         self._step_times, self._shared_batch_size = step_times, shared_batch_size
@@ -232,9 +244,18 @@ class Classifier:
         return work_s(view, self._step_times, output_tokens=output_tokens, shared_batch_size=self._shared_batch_size)
 
     def observe(
-        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+        self,
+        slo_class: str,
+        output_tokens: int,
+        foresight: Foresight | None = None,
+        *,
+        is_cut: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        """Take note of a finished request, cut when it ended at its limit; it counts after the next `exchange`."""
+        """Take note of a finished request, cut when it ended at its limit; it counts after the next `exchange`, the
+        turn at once."""
+        if turn is not None:
+            self.sessions.observe(turn)
         scored = None
         if self._learned is not None and foresight is not None:
             scored = self._learned.scored(foresight, output_tokens, is_cut)
@@ -245,7 +266,7 @@ class Classifier:
                 histogram=self._predictor.predict(slo_class),
                 bin_of=lambda tokens: self._bins.assign(tokens, slo_class=slo_class),
             )
-        self._unsent.append(FinishedLength(slo_class, output_tokens, scored))
+        self._unsent.append(FinishedLength(slo_class, output_tokens, scored, turn))
 
     async def exchange(self, store: StateStore, now_s: float) -> None:
         """Share the new lengths, learn from everybody's, and follow the edges in force.
@@ -266,6 +287,8 @@ class Classifier:
         for length in unseen:
             self._bins.observe(length.output_tokens, slo_class=length.slo_class)
             self._predictor.observe(length.slo_class, length.output_tokens)
+            if length.turn is not None:
+                self.sessions.observe(length.turn)
         if self._learned is not None:
             self._learned.learn(length.scored for length in unseen if length.scored is not None)
         await self._follow_edges(store)

@@ -80,6 +80,7 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
         ttft_left_s: float | None,
         e2e_left_s: float | None,
         resumed: bool = False,
+        comes_back: bool | None = None,
     ) -> RequestT:
         """The request, telling the engine what its ticket says of it.
 
@@ -87,6 +88,7 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
             ttft_left_s: until its first token is due, below 0 when it is late; None when nothing is due.
             e2e_left_s: the same of its last token.
             resumed: its client has a part of the answer.
+            comes_back: its session will probably have another turn; None without a session.
         """
 
     def with_trace(self, request: RequestT, headers: TraceHeaders) -> RequestT:

@@ -44,7 +44,8 @@ class Endings(Generic[RequestT, OutputsT]):
         self._accounting.ended(entry, outcome)
         if outcome in WHOLE:
             tokens, is_cut = entry.timing.output_tokens, outcome == "length"
-            self._classifier.observe(entry.slo_class, tokens, entry.foresight, is_cut=is_cut)
+            turn = entry.timing.turn(entry.prompt_tokens)
+            self._classifier.observe(entry.slo_class, tokens, entry.foresight, is_cut=is_cut, turn=turn)
         self._queueing.ended(entry.request_id)
 
     def cancel(self, entries: Iterable[Entry[RequestT]], outcome: str) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from policies.router.sessions import Sessions
 from router.exposition import page
 from router.key_metrics import KeyMetrics
 
@@ -137,6 +138,17 @@ class RouterMetrics:
             namespace=self._namespace,
             registry=self.registry,
         )
+
+        self.sessions = self._gauge(
+            "sessions", "Sessions that this router knows: all that paused for less than an hour."
+        )
+        self.session_pause_s = self._gauge("session_pause_seconds", "Median of the pauses of all sessions.")
+        self.session_growth = self._gauge("session_growth_tokens", "By which a turn's prompt is longer than the last.")
+
+    def note_sessions(self, sessions: Sessions) -> None:
+        self.sessions.set(len(sessions))
+        self.session_pause_s.set(sessions.pauses.median_s or 0.0)
+        self.session_growth.set(sessions.growth_tokens)
 
     def note_hits(self, slo_class: str, predicted_tokens: int, hit_tokens: int) -> None:
         """What a request was taken to find in its replica's cache, and what it found."""

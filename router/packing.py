@@ -65,4 +65,4 @@ def packed_reading(reading: Reading | None) -> bytes:
         return b""
     most = False if reading.max_unread_tokens is None else reading.max_unread_tokens
     token_s = False if reading.prompt_token_s is None else reading.prompt_token_s
-    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most, token_s))
+    return msgspec.msgpack.encode((reading.read, reading.known_tokens, most, token_s, reading.return_chance))

@@ -7,6 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from policies.router.placement import PrefixIndex
 from policies.router.prefill_decode import BucketOrder, PrefillDecode, PrefillOffer, padded_tokens
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.sessions import Sessions, Turn
 from policies.router.tickets import Ticket
 from predictor.learned import Foresight, Question
 from router.classifier import Classified
@@ -54,7 +55,7 @@ class PrefillClassifier:
     def __init__(
         self, order: BucketOrder, policy: PrefillDecode, metrics: SplitMetrics, prefixes: PrefixIndex | None
     ) -> None:
-        self.prefixes = PrefixHits(prefixes)
+        self.prefixes, self.sessions = PrefixHits(prefixes), Sessions()
         self._order, self._policy, self._metrics = order, policy, metrics
 
     async def foresee(self, question: Question, promise: Promise) -> Foresight | None:
@@ -91,7 +92,13 @@ class PrefillClassifier:
         return Classified(ticket, size.prompt_tokens, size.prompt_tokens)
 
     def observe(
-        self, slo_class: str, output_tokens: int, foresight: Foresight | None = None, *, is_cut: bool = False
+        self,
+        slo_class: str,
+        output_tokens: int,
+        foresight: Foresight | None = None,
+        *,
+        is_cut: bool = False,
+        turn: Turn | None = None,
     ) -> None:
         """One token each: nothing to learn."""
 

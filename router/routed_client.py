@@ -45,6 +45,7 @@ from router.prompt_caches import PromptCaches
 from router.queueing import MISSED_HEARTBEATS, Queueing
 from router.recovery import Recovery
 from router.sending import Sending
+from router.sessions import begin
 from router.settlements import Bill, Settlements
 from router.state_store import Snapshot, StateStore
 from router.terms import RouterTerms
@@ -141,10 +142,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             AdmissionError: the limits of its class or the quotas of its tenant do not allow it.
             StateStoreError: the shared state cannot be reached, and no replica is connected.
         """
+        arrival_s = self.queueing.arrival_s(timing)
+        promise = begin(timing.session, self.classifier.sessions, arrival_s, promise)
         timing.promise, timing.key = promise, tenant.name if tenant else ""
         foresight = None if question is None else await self.classifier.foresee(question, promise)
         size = size or await self.caches.sized(request)
-        arrival_s, replica_ids = self.queueing.arrival_s(timing), self.connections.replica_ids
+        replica_ids = self.connections.replica_ids
         classified = self.classifier.ticket(size, slo_class, self.router_id, arrival_s, replica_ids, foresight, promise)
         entry = self._entry(request, size, classified, timing, foresight)
         entry.bill, entry.preparation = Bill.of(tenant, classified.prompt_tokens, classified.tokens), preparation
@@ -240,6 +243,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
     async def _exchange(self) -> None:
         await self.classifier.exchange(self.store, self.clock.now())
         self.metrics.prefix_entries.set(self.classifier.prefixes.entries)
+        self.metrics.note_sessions(self.classifier.sessions)
         await self.store.publish(self.router_id, self.accounting.pages(), self.terms.now.config.silence_s)
 
     async def _settle(self) -> None:

@@ -120,4 +120,5 @@ class Sending(Generic[RequestT]):
             ttft_left_s=None if resumed else left.ttft_s,
             e2e_left_s=left.e2e_s,
             resumed=resumed,
+            comes_back=None if timing.session is None else timing.session.comes_back,
         )

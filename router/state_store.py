@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.sessions import Turn
 from policies.router.tickets import Assignment, Notice, Reading, ReplicaTerms, Ticket
 from predictor.learned import Scored
 
@@ -72,11 +73,13 @@ class LaneEdges(NamedTuple):
 
 
 class FinishedLength(NamedTuple):
-    """A finished request's length, and what a learned predictor's curves take from it, if it was scored."""
+    """A finished request's length, and what a learned predictor's curves take from it, if it was scored; the turn that
+    it was, if it has a session."""
 
     slo_class: str
     output_tokens: int
     scored: Scored | None = None
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,38 @@ from typing import Any, Protocol
 
 from policies.errors import AdmissionError, InputError, ReplicaLostError, StateStoreError
 from policies.router.promise import NO_PROMISE, Promise
+from policies.router.sessions import Task, Turn
 from predictor.conversation import Asked
 from router.admission import Tenant
 from router.codec import WHOLE
 from router.trail import Trail
 
 Refused = AdmissionError | InputError | ReplicaLostError | StateStoreError
+
+
+@dataclass(slots=True, kw_only=True)
+class InSession:
+    """A request as a turn of its session.
+
+    Attributes:
+        name: digest of the session's.
+        task_s: what its client gives the task, None where it says nothing of that.
+        comes_back: another turn is likely.
+        arrived_s: on the clock of all routers.
+        task, turn_s: that it belongs to, and what it may take of that; None without one, or once that is over.
+    """
+
+    name: str
+    task_s: float | None = None
+    comes_back: bool = False
+    arrived_s: float = 0.0
+    task: Task | None = None
+    turn_s: float | None = None
+
+    @property
+    def task_left_s(self) -> float | None:
+        """As it arrived; below 0 where the task is late."""
+        return None if self.task is None else self.task.ends_by_s - self.arrived_s
 
 
 @dataclass(slots=True)
@@ -23,7 +49,7 @@ class RequestTiming:
     promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
     was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
-    of it afterwards, None where it was refused. trail is None where it is not traced.
+    of it afterwards, None where it was refused. trail is None where it is not traced, session where it has none.
     """
 
     received_s: float
@@ -39,6 +65,7 @@ class RequestTiming:
     request_id: str | None = None
     ended: Mapping[str, Any] | None = None
     trail: Trail | None = None
+    session: InSession | None = None
 
     @property
     def kept(self) -> tuple[bool, bool, bool] | None:
@@ -50,6 +77,13 @@ class RequestTiming:
         if self.outcome not in WHOLE or first_s is None or last_s is None:
             return False, False, False
         return self.promise.kept(first_s - self.received_s, self.gap_s, last_s - self.received_s)
+
+    def turn(self, prompt_tokens: int) -> Turn | None:
+        """As it ended; None where it is no turn of a session."""
+        part, last_s = self.session, self.last_token_s
+        if part is None or last_s is None:
+            return None
+        return Turn(part.name, part.arrived_s, part.arrived_s + last_s - self.received_s, prompt_tokens, part.task)
 
     @property
     def gap_s(self) -> float | None:
@@ -91,11 +125,12 @@ class TextStream(Protocol):
 class HttpContext:
     """What the HTTP layer knows of the request that this task serves, and the engine requests that came of it.
 
-    `promise` is what each of those is promised, `service_tier` what its answer says of that, None where it did not ask
-    for one. `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the text
-    that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests may
-    not queue, `queued` that one could, whereupon `on_queued` is called; no more than `max_engine_requests` of them may
-    be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
+    `session` is the digest of its session's name, None without one, and `task_s` what its client gives that session's
+    task. `promise` is what each of those is promised, `service_tier` what its answer says of that, None where it did
+    not ask for one. `expected_tokens` is the client's own guess at its answer. `asked` holds what its chats ask, by the
+    text that the chat template made of each, None where it makes tokens at once. `refused` is why one of those requests
+    may not queue, `queued` that one could, whereupon `on_queued` is called; no more than `max_engine_requests` of them
+    may be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
     that no client is left to read the answer of another one. `model` is that of the last one, "" before; `trace_id` is
     of the client's trace, or of the one that began here. `trace` is None where it is not traced, `text_stream` where
     all events are the front end's.
@@ -105,6 +140,8 @@ class HttpContext:
     slo_class: str
     tenant: Tenant | None = None
     promise: Promise = NO_PROMISE
+    session: str | None = None
+    task_s: float | None = None
     service_tier: str | None = None
     refused: Refused | None = None
     queued: bool = False
@@ -120,6 +157,10 @@ class HttpContext:
     model: str = ""
     trace: Trace | None = None
     text_stream: TextStream | None = None
+
+    def in_session(self) -> InSession | None:
+        """Its first engine request is a turn of its session."""
+        return InSession(name=self.session, task_s=self.task_s) if self.session and not self.timings else None
 
     @property
     def is_full(self) -> bool:
@@ -141,6 +182,8 @@ class HttpContext:
             self.slo_class,
             self.tenant,
             promise=self.promise,
+            session=self.session,
+            task_s=self.task_s,
             expected_tokens=self.expected_tokens,
             max_engine_requests=self.max_engine_requests,
             asked=self.asked,

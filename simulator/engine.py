@@ -56,6 +56,7 @@ class EngineConfig:
         max_model_len: most tokens of a request, prompt and answer together, None is the
             longest request of the workload, as an operator would set it.
         ordered: what waits starts by its promise, as with Sluice's scheduler, not as it came.
+        kept_fraction: of the cache, what sessions that come back may keep through their pauses.
         watermark: fraction of the blocks that is kept free when a request starts beside others.
         max_num_queued_reqs: most requests that an engine holds, running ones too; it refuses any more.
         max_num_queued_tokens: it refuses what comes while the prompts of all requests without a first token have this
@@ -71,15 +72,17 @@ class EngineConfig:
     max_batch_tokens: int = 8192
     max_model_len: int | None = None
     ordered: bool = False
+    kept_fraction: float = 0.0
     watermark: float = 0.0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "slots", "total_blocks", "block_size", "max_batch_tokens", "max_model_len")
-        require_at_least(0, self, "watermark", "max_num_queued_reqs", "max_num_queued_tokens")
-        if self.watermark >= 1:
-            raise ConfigError(f"watermark must be below 1, got {self.watermark}")
+        require_at_least(0, self, "kept_fraction", "watermark", "max_num_queued_reqs", "max_num_queued_tokens")
+        for name in ("kept_fraction", "watermark"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"{name} must be below 1, got {getattr(self, name)}")
 
     @property
     def capacity_tokens(self) -> int:
@@ -128,6 +131,7 @@ class Engine:
             watermark_blocks=config.watermark_blocks,
             ordered=config.ordered,
             totals=self.totals,
+            kept_fraction=config.kept_fraction,
         )
         self._batch = self._scheduler.batch
         self._standing: StandingPlan[Request] | None = None
@@ -164,6 +168,10 @@ class Engine:
         """Tokens of a running request, prompt and answer so far; None when nothing runs."""
         running = self._batch.view()
         return running.total_tokens / len(running) if len(running) else None
+
+    def return_chance(self, now_s: float) -> float:
+        """That what its prefix cache gives up next would be wanted again soon."""
+        return self._scheduler.return_chance(now_s)
 
     def known_tokens(self, request: Request) -> int:
         """Leading tokens of its prompt that are cached here."""

@@ -15,6 +15,7 @@ class Request:
         output_tokens: the true length of the answer, unknown to every policy.
         predicted_output_tokens: what a predictor says, or None.
         session: requests of one session begin with what those before had; None where that is not known.
+        comes_back: its session has a name, by which engines keep what it had computed through a pause.
         reusable_tokens: leading prompt tokens that its session has had.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
@@ -33,6 +34,7 @@ class Request:
     output_tokens: int
     predicted_output_tokens: float | None = None
     session: str | None = None
+    comes_back: bool = False
     reusable_tokens: int = 0
     cached_tokens: int = 0
     class_index: int = 0

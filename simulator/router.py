@@ -182,7 +182,7 @@ class Router:
         limits, spare_s = self.config.limits.get(ticket.slo_class), math.inf
         if limits is None:
             return False
-        self._tell_offers()
+        self._tell_offers(now_s)
         if ticket.deadline_s is not None:
             replicas = self._dispatcher.ledger.replicas.values()
             least_reading_s = min((replica.reading_s(ticket) for replica in replicas), default=0.0)
@@ -268,7 +268,7 @@ class Router:
         self._dispatcher.turns.note_time(now_s)
         if not self._lanes:
             return events
-        self._tell_offers()
+        self._tell_offers(now_s)
         started, recalled = self._dispatcher.dispatch(now_s)
         for ticket in recalled:
             place = self._dispatcher.places[ticket.request_id]
@@ -297,11 +297,11 @@ class Router:
         self._recalls.pop(request, None)
         self._dispatcher.forget(ticket_id)
 
-    def _tell_offers(self) -> None:
+    def _tell_offers(self, now_s: float) -> None:
         """As relays do."""
         for replica_id, engine in self._engines.items():
             if replica_id not in self._leaving:
-                self._dispatcher.offer(replica_id, self._slots(engine), self._reading(engine))
+                self._dispatcher.offer(replica_id, self._slots(engine), self._reading(engine, now_s))
 
     def _slots(self, engine: Engine) -> int:
         """Requests that an engine takes in all. Late ones that wait there stand in no other's way."""
@@ -315,12 +315,13 @@ class Router:
         more = lookahead(slots) if self.config.rolling_size == 1 else 0  # a rolling batch waits for slots in the router
         return int(min(slots, engine.memory.requests)) + more + late_uncounted(engine.late, slots)
 
-    def _reading(self, engine: Engine) -> Reading:
+    def _reading(self, engine: Engine, now_s: float) -> Reading:
         replica, pace_s = self._dispatcher.ledger.replicas[engine.replica_id], engine.seconds_per_prompt_token
         return Reading(
             known_tokens=replica.given_tokens - engine.in_time_tokens,
             max_unread_tokens=max_unread_tokens(self.config.credit_s, pace_s),
             prompt_token_s=pace_s,
+            return_chance=engine.return_chance(now_s),
         )
 
     def finished(self, now_s: float, engine: Engine, requests: Iterable[Request]) -> list[Event]:

@@ -56,14 +56,16 @@ class Scheduler:
         watermark_blocks: int,
         ordered: bool,
         totals: EngineTotals,
+        kept_fraction: float = 0.0,
     ) -> None:
         """Args:
         watermark_blocks: kept free when a request starts beside others.
         ordered: whether the queue goes by promises, not as requests came.
         totals: where recomputed tokens are counted.
+        kept_fraction: of the cache, what sessions that come back may keep through their pauses.
         """
         self.batch = Batch(slots, total_blocks, block_size)
-        self.prefixes = PrefixCache(block_size)
+        self.prefixes = PrefixCache(block_size, int(kept_fraction * total_blocks * block_size))
         self.waiting: PromisedQueue[Request] = PromisedQueue()
         self.departed = 0
         self._slots, self._watermark_blocks, self._ordered = slots, watermark_blocks, ordered
@@ -88,6 +90,11 @@ class Scheduler:
             )
         )
         self._head = None
+
+    def return_chance(self, now_s: float) -> float:
+        """As of its prefix cache."""
+        self.prefixes.now_s = now_s
+        return self.prefixes.return_chance(self.batch.free_blocks * self.batch.block_size)
 
     def known_tokens(self, request: Request) -> int:
         """Leading tokens of its prompt that are cached here."""
@@ -218,21 +225,22 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._head = None
-            self._find_prefix(request)
+            self._find_prefix(request, now_s)
             if request.started_s is None:
                 request.started_s = now_s
             self.batch.admit(request)
             step.started += 1
             budget -= self._compute(step, len(self.batch) - 1, budget)
 
-    def _find_prefix(self, request: Request) -> None:
+    def _find_prefix(self, request: Request, now_s: float) -> None:
         if request.session is not None:
+            self.prefixes.now_s = now_s
             self._shrink_prefixes()
             request.cached_tokens = self.prefixes.take(request)
 
     def finish(self, now_s: float) -> list[Request]:
         """Take out what has all its tokens; what it had computed may be found until others need the room."""
-        finished = self.batch.finish(now_s)
+        finished, self.prefixes.now_s = self.batch.finish(now_s), now_s
         for request in finished:
             self.prefixes.keep(request, request.prompt_tokens + request.output_tokens)
         self._shrink_prefixes()

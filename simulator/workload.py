@@ -26,6 +26,7 @@ class Workload:
         slo_class: labels, or None.
         session: labels of requests that begin with what those before them had, or None.
         api_key: whose requests they are, or None.
+        comes_back: whether clients name their sessions, or None where none does.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Workload:
     slo_class: tuple[str, ...] | None = None
     session: tuple[str, ...] | None = None
     api_key: tuple[str, ...] | None = None
+    comes_back: tuple[bool, ...] | None = None
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Workload:
         slo_class: Sequence[str] | None = None,
         session: Sequence[str] | None = None,
         api_key: Sequence[str] | None = None,
+        comes_back: Sequence[bool] | None = None,
     ) -> Self:
         """Sorted by arrival, from 0, with lengths of at least 1.
 
@@ -73,6 +76,7 @@ class Workload:
             slo_class=None if slo_class is None else tuple(np.asarray(slo_class)[order].tolist()),
             session=None if session is None else tuple(np.asarray(session)[order].tolist()),
             api_key=None if api_key is None else tuple(np.asarray(api_key)[order].tolist()),
+            comes_back=None if comes_back is None else tuple(np.asarray(comes_back)[order].tolist()),
         )
 
     def __len__(self) -> int:
@@ -89,6 +93,7 @@ class Workload:
         labels = self.slo_class or (None,) * len(self)
         sessions = self.session or (None,) * len(self)
         keys = self.api_key or ("",) * len(self)
+        come_back = self.comes_back or (False,) * len(self)
         predicted = self.predicted_output_tokens.tolist()
         columns = zip(
             self.arrival_s.tolist(),
@@ -99,6 +104,7 @@ class Workload:
             labels,
             sessions,
             keys,
+            come_back,
             strict=True,
         )
         return [
@@ -108,13 +114,16 @@ class Workload:
                 prompt_tokens=prompt,
                 output_tokens=output,
                 session=session,
+                comes_back=returns,
                 reusable_tokens=cached,
                 cached_tokens=cached if session is None else 0,
                 predicted_output_tokens=prediction if prediction == prediction else None,
                 slo_class=label,
                 api_key=key,
             )
-            for index, (arrival_s, prompt, output, cached, prediction, label, session, key) in enumerate(columns)
+            for index, (arrival_s, prompt, output, cached, prediction, label, session, key, returns) in enumerate(
+                columns
+            )
         ]
 
     def arriving(self, arrival_s: FloatArray) -> "Workload":
@@ -140,6 +149,7 @@ class Workload:
             slo_class=labels,
             session=None if self.session is None else [self.session[row] for row in chosen.tolist()],
             api_key=None if self.api_key is None else [self.api_key[row] for row in chosen.tolist()],
+            comes_back=None if self.comes_back is None else [self.comes_back[row] for row in chosen.tolist()],
         )
 
     def sample(self, count: int, rng: Generator) -> "Workload":
@@ -152,7 +162,7 @@ class Workload:
         return self.rows(np.flatnonzero(self.prompt_tokens + self.output_tokens <= max_tokens))
 
     def without_prefixes(self) -> "Workload":
-        return replace(self, cached_tokens=np.zeros(len(self), np.int64), session=None)
+        return replace(self, cached_tokens=np.zeros(len(self), np.int64), session=None, comes_back=None)
 
 
 def mixed(name: str, *parts: Workload) -> Workload:

@@ -120,6 +120,7 @@ class FakeCodec:
         ttft_left_s: float | None,
         e2e_left_s: float | None,
         resumed: bool = False,
+        comes_back: bool | None = None,
     ) -> FakeRequest:
         unread = {replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes}
         return msgspec.structs.replace(request, told=(ttft_left_s, resumed), ends_in_s=e2e_left_s, unread=unread)

@@ -58,6 +58,7 @@ class NullCodec:
         ttft_left_s: float | None,
         e2e_left_s: float | None,
         resumed: bool = False,
+        comes_back: bool | None = None,
     ) -> NullRequest:
         return request
 

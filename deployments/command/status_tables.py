@@ -96,7 +96,18 @@ def _head(looked: Looked) -> str:
     built = next((labels for name, labels, _ in looked.metrics if name == "sluice_build_info"), {})
     versions = ", ".join(f"{name} {built[key]}" for name, key in _BUILT if built.get(key))
     names = ", ".join(plain(each["model"]) for each in models)
-    return f"{names} · {_several(replicas, 'replica')} · {_several(status['routers'], 'router')} · {versions}"
+    counts = f"{_several(replicas, 'replica')} · {_several(status['routers'], 'router')}{_sessions(models)}"
+    return f"{names} · {counts} · {versions}"
+
+
+def _sessions(models: Iterable[Mapping[str, Any]]) -> str:
+    """Nothing where none is known; the pause is that of the model with most of them."""
+    found = [each["sessions"] for each in models if each.get("sessions", {}).get("known")]
+    if not found:
+        return ""
+    pause_s = max(found, key=lambda each: each["known"])["median_pause_s"]
+    known = _several(sum(each["known"] for each in found), "session")
+    return f" · {known}" + ("" if pause_s is None else f", which pause {seconds(pause_s)} in the median")
 
 
 _BUILT = (("Sluice", "version"), ("vLLM", "vllm"), ("Ray", "ray"))

@@ -27,7 +27,7 @@ SchedulerMode = Literal["stock", "mixed", "exclusive", "auto"]
 # What the driver itself obeys, and what tells requests apart: it goes with any policy.
 _OF_ANY_POLICY = {
     "mode", "policy", "policy_args", "max_batch_size", "classes", "ttft_s", "tpot_s", "e2e_s", "late_patience_s",
-    "profile",
+    "profile", "kept_fraction",
 }  # fmt: skip
 
 KEY = "sluice"
@@ -49,6 +49,9 @@ class SchedulerSection(Section):
     nearly equal lengths."""
     max_batch_size: LiveKey[int | None] = Field(default=None, ge=1)
     """A fixed cap on running requests, below vLLM's own max_num_seqs."""
+    kept_fraction: LiveKey[float] = Field(default=0.75, ge=0, lt=1)
+    """Share of the KV cache that is given up last where it holds what sessions had computed that will come back; see
+    docs/guides/sessions.md. It is free for requests all the same. 0 gives up what was used least recently, as vLLM."""
     measure_s: float = Field(default=10.0, ge=0, le=600, allow_inf_nan=False)
     """Most seconds at an engine's start, before it takes requests, to measure what steps cost, for `mode: auto` without
     a profile; 0 leaves it out, and `auto` then stays with mixed steps until it has seen what prefills cost alone."""

@@ -34,6 +34,7 @@ class UnreadPrompts:
         self._engine_says: tuple[int, int] | None = None  # unread tokens, and those that had come by then
         self._missing_tokens = 0  # of those taken for cached, when the engine was asked
         self._token_s: float | None = None
+        self._return_chance = 0.0
         self._had_enough = False
 
     def came(self, request_id: str, tokens: int, cached_tokens: int = 0) -> None:
@@ -78,6 +79,7 @@ class UnreadPrompts:
             token_s: seconds for a prompt token, where it does not say.
         """
         self._token_s = status.get("seconds_per_prompt_token") or token_s
+        self._return_chance = float(status.get("return_chance", 0.0))
         unread = status.get("unread_prompt_tokens")
         self._engine_says = None if unread is None else (int(unread), came_tokens)
         if self._engine_says is not None:
@@ -96,6 +98,7 @@ class UnreadPrompts:
             known_tokens=self._known_tokens,
             max_unread_tokens=self.max_unread_tokens,
             prompt_token_s=self._token_s if self._token_s and math.isfinite(self._token_s) else None,
+            return_chance=self._return_chance,
         )
 
     @property

@@ -29,6 +29,7 @@ class Body(NamedTuple):
     service_tier: Any
     in_one_piece: bool
     fields: frozenset[str]
+    session: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,7 @@ class RequestBodies:
             content = await self._read(receive)
             size = len(content)
             found = await self._judged(content)
-            yield Body(content, found.service_tier, found.in_one_piece, found.fields)
+            yield Body(content, found.service_tier, found.in_one_piece, found.fields, found.session)
         finally:
             self.buffered_bytes -= size
 

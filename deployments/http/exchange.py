@@ -2,7 +2,8 @@
 
 `Server-Timing` splits a response's time so far, in milliseconds: `queue` is the wait for a replica's slot, `engine` the
 time from slot to the latest token, network included, `framework` the rest: parsing, tokenizing, formatting. A streamed
-response carries the times up to its first chunk.
+response carries the times up to its first chunk. A turn of a task says besides what that had left as it arrived, and
+which part of it the turn got.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 # reading, or reads a few bytes a second. A place among the router's requests is kept for it, a download its open file.
 MOST_UNREAD_S = 600.0
 LOOK_EVERY_S = 30.0
+TASK_LEFT_HEADER, TURN_HEADER = "X-Sluice-Task-Left-Ms", "X-Sluice-Turn-Ms"
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
@@ -187,12 +189,22 @@ class Exchange:
         self._start, self._status = None, start["status"]
         times, headers = split_time(self.context).items(), MutableHeaders(scope=start)
         headers["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
+        for name, milliseconds in self._of_task().items():
+            headers[name] = f"{milliseconds:.0f}"
         if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers.setdefault("Retry-After", str(LATER_S))
         await self._send(start)
         held, self._held = self._held, []
         for message in held:
             await self._send(message)
+
+    def _of_task(self) -> dict[str, float]:
+        """Milliseconds that its task had left when it arrived, below 0 when that was late, and what it got of them."""
+        parts = [timing.session for timing in self.context.timings if timing.session is not None]
+        if not parts or parts[0].task_left_s is None:
+            return {}
+        turn = {} if parts[0].turn_s is None else {TURN_HEADER: 1e3 * parts[0].turn_s}
+        return {TASK_LEFT_HEADER: 1e3 * parts[0].task_left_s, **turn}
 
     async def broke_off(self, error: Exception) -> bool:
         """The application has failed. True when its client got a refusal for that; else it got what was held."""

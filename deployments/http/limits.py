@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from deployments.http.sessions import named_in
 from policies.checks import require_at_least
 
 # JSON keys under which clients send images and sounds: those are neither tokenized nor copied as text.
@@ -106,12 +107,14 @@ class Judged(NamedTuple):
         in_one_piece: its client waits for the whole answer: it asks for no stream, and for no work in the background.
         fields: names of its fields with a value besides null and false, those of `stream_options` by themselves, as
             stream_options.include_usage; with "answers" where it asks for more than one. Empty for what is no object.
+        session: the name of its session; None where it has none.
     """
 
     why_refused: str | None
     service_tier: Any = None
     in_one_piece: bool = False
     fields: frozenset[str] = frozenset()
+    session: str | None = None
 
 
 def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
@@ -126,7 +129,7 @@ def judged(body: bytes | bytearray, limits: RequestLimits) -> Judged:
     if not isinstance(value, dict):
         return Judged(why)
     in_one_piece = not (value.get("stream") or value.get("background"))
-    return Judged(why, value.get("service_tier"), in_one_piece, frozenset(_fields(value)))
+    return Judged(why, value.get("service_tier"), in_one_piece, frozenset(_fields(value)), named_in(value))
 
 
 def _fields(body: Mapping[str, Any]) -> Iterable[str]:

@@ -24,7 +24,8 @@ from deployments.http.exchange import Exchange
 from deployments.http.in_process import replayed
 from deployments.http.keys import KeyRing
 from deployments.http.page import PAGE_PATHS
-from deployments.http.promises import CLASS_HEADER, Promises, asked_for
+from deployments.http.promises import CLASS_HEADER, Promises, asked_for, task_s
+from deployments.http.sessions import session_of
 from deployments.http.traces import HttpTrace, HttpTraces, client_trace_id
 from policies.errors import AdmissionError
 from policies.live import Live
@@ -158,6 +159,7 @@ class SluiceMiddleware:
             return
         async with self._bodies.reading(receive) as body:
             self._promise(headers, context, body)
+            self._find_session(headers, context, body)
             exchange.stream_directly(stream_kind(path, body.fields))
             if _only_reads(path):
                 await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
@@ -198,15 +200,21 @@ class SluiceMiddleware:
             context.expected_tokens = int(tokens)
 
     def _promise(self, headers: Headers, context: HttpContext, body: Body | None = None) -> None:
-        """Without configured keys nothing tells one client from another, and each may ask for any targets.
-
-        Raises:
-            HttpError: what it asks for is malformed, or not for its key.
-        """
-        may_tighten = not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)
+        """Raises HttpError: what it asks for is malformed, or not for its key."""
+        may_tighten = self._may_tighten(context)
         tier, in_one_piece = (None, False) if body is None else (body.service_tier, body.in_one_piece)
         promised = self._promises.now.of(
             headers, context.tenant, tier, may_tighten=may_tighten, in_one_piece=in_one_piece
         )
         context.slo_class, context.promise = promised.slo_class, promised.promise
         context.service_tier = promised.service_tier
+
+    def _find_session(self, headers: Headers, context: HttpContext, body: Body) -> None:
+        """Raises HttpError: it is misnamed, or the deadline of its task is malformed or not for its key."""
+        session = session_of(headers, body.session, context.tenant)
+        context.task_s = task_s(headers, session, may_tighten=self._may_tighten(context))
+        context.session = None if "answers" in body.fields else session  # several answers at once are no turn
+
+    def _may_tighten(self, context: HttpContext) -> bool:
+        """Without configured keys nothing tells one client from another, and each may ask for any targets."""
+        return not self._keys.required or (context.tenant is not None and context.tenant.may_tighten)

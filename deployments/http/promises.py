@@ -3,8 +3,9 @@
     x-slo-ttft-ms: 800      milliseconds to the first token
     x-slo-tpot-ms: 60       and for each one after it, on average
     x-slo-e2e-ms: 8000      and to the last one
+    x-slo-task-ms: 600000   for all turns of a task of the request's session
 
-Those three come before the targets of the class. The class is that of the header `X-Sluice-Class`, else of the
+The first three come before the targets of the class. The class is that of the header `X-Sluice-Class`, else of the
 `service_tier` in the body, else of the key, else the application's.
 
 A client that says after which time it gives up wants the whole answer by then, unless `x-slo-e2e-ms` says something
@@ -21,6 +22,7 @@ from starlette.datastructures import Headers
 
 from deployments.http.errors import HttpError, bad_request
 from deployments.http.headers import TIMEOUT_HEADER
+from deployments.http.sessions import SESSION_HEADER
 from policies.router.promise import Promise
 from router.admission import Tenant
 
@@ -28,6 +30,7 @@ CLASS_HEADER = "X-Sluice-Class"
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
 E2E_HEADER = "x-slo-e2e-ms"
+TASK_HEADER = "x-slo-task-ms"
 _HEADER_OF = {"ttft_s": TTFT_HEADER, "tpot_s": TPOT_HEADER, "e2e_s": E2E_HEADER}
 _MILLISECONDS = re.compile(r"\d{1,8}(\.\d{1,6})?", re.ASCII)
 _MAX_MS = 86_400_000.0  # a day: a target beyond it is none
@@ -112,6 +115,22 @@ class Promises:
 def asked_for(headers: Headers) -> Promise:
     """The targets that the headers name. Raises HttpError: one is malformed."""
     return Promise(**{target: _seconds(headers, name) for target, name in _HEADER_OF.items()})
+
+
+def task_s(headers: Headers, session: str | None, *, may_tighten: bool) -> float | None:
+    """Seconds that the client gives to the task of its session; None where it says nothing of that.
+
+    Raises:
+        HttpError: it is malformed, or the request has no session (400), or its key may ask for no deadline (403).
+    """
+    if (seconds := _seconds(headers, TASK_HEADER)) is None:
+        return None
+    if session is None:
+        raise bad_request(f"{TASK_HEADER} needs a session: name it in {SESSION_HEADER}, the same for all its turns")
+    if not may_tighten:
+        why = "this key may not ask for closer targets than its class has: set may_tighten for the key"
+        raise HttpError(HTTPStatus.FORBIDDEN, f"{TASK_HEADER}: {why}")
+    return seconds
 
 
 def _before_it_gives_up(promise: Promise, headers: Headers, *, in_one_piece: bool) -> Promise:

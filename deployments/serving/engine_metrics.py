@@ -14,6 +14,8 @@ _GAUGES = {
     "waiting": "Requests in the engine's own queue; short as long as routers bind late.",
     "free_blocks": "Free KV blocks.",
     "total_blocks": "KV blocks.",
+    "return_chance": "Chance that the cached block that is given up next would be used again within five minutes.",
+    "kept_blocks": "Free KV blocks that sessions keep through their pauses: they are given up last.",
     "kv_cache_usage_ratio": "KV blocks in use, of all; those that are kept for prefixes alone are free.",
     "kv_cache_tokens": "Tokens that the cache of a gang batch may hold.",
     "batch_size": "Requests that the scheduler would admit at once as things stand: what the replica offers.",

@@ -18,6 +18,7 @@ from policies.batches.in_flight import Load
 from policies.errors import SluiceError, StateStoreError
 from policies.live import Live
 from policies.router.promise import TARGETS
+from policies.router.sessions import Sessions
 from router.admission import Tenant
 from router.classifier import Classifier
 from router.exposition import shared_exposition
@@ -162,6 +163,7 @@ class FrontEnd:
             "bucket_edges_tokens": _as_json(clients.classifier.bucket_edges),
             # Other routers have memories of their own.
             "prefixes": {"entries": clients.classifier.prefixes.entries, "hit_tokens": self.metrics.hits},
+            "sessions": _of_sessions(clients.classifier.sessions),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
             "parts": parts_of_router(config),
             "classes": {name: _promised(section) for name, section in config.classes.items()},
@@ -182,6 +184,17 @@ def request_limits(config: AppConfig, max_model_len: int, *, takes_media: bool) 
         max_body_bytes=config.router.max_body_bytes,
         max_engine_requests=config.router.max_engine_requests,
     )
+
+
+def _of_sessions(sessions: Sessions) -> dict[str, Any]:
+    """Every router is told of all turns."""
+    median_s = sessions.pauses.median_s
+    return {
+        "known": len(sessions),
+        "turns": sessions.turns,
+        "median_pause_s": None if median_s is None else round(median_s, 2),
+        "growth_tokens": round(sessions.growth_tokens),
+    }
 
 
 def _promised(section: ClassSection) -> dict[str, float | None]:

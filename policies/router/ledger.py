@@ -114,6 +114,7 @@ class Replica:
             step_s=ticket.step_s * self.slowness,
             work_s=self.work_s + ticket.work_at_s(self.replica_id) * self.slowness,
             free_slots=self.free_slots,
+            return_chance=self.reading.return_chance,
         )
 
     def note_reading(self, reading: Reading) -> None:

@@ -54,6 +54,7 @@ class Offer(NamedTuple):
         step_s: seconds of an engine step there.
         work_s: predicted seconds of the work that it would hold with the request.
         free_slots: how many requests it would still take.
+        return_chance: that what its cache gives up for this prompt would be wanted again soon.
     """
 
     ahead_s: float
@@ -62,6 +63,7 @@ class Offer(NamedTuple):
     step_s: float
     work_s: float
     free_slots: int = 1
+    return_chance: float = 0.0
 
 
 Placement = Callable[[Ticket, Mapping[str, Offer]], str | None]
@@ -71,15 +73,18 @@ Placement = Callable[[Ticket, Mapping[str, Offer]], str | None]
 def prices_s(offers: Mapping[str, Offer]) -> dict[str, float]:
     """One price for queue and hit: seconds until the first token, and those by which reading delays others.
 
-        ahead_s + reading_s * (1 + others),   others = the least unread_prompts of all replicas
+        ahead_s + reading_s * (1 + others + return_chance),   others = the least unread_prompts of all replicas
 
     A replica that holds the prefix and has a queue competes with an idle one that does not. While some replica has
     nothing to read, reading there delays no other prompt. Where all have a queue, as many come after this one as wait
     now, and each waits longer by what it reads: a prompt that is read twice costs all of them. Decodes count through
-    the pace.
+    the pace. What is read anew takes the place of as much in the cache, which is read again where it would have come
+    back.
     """
     others = min((offer.unread_prompts for offer in offers.values()), default=0)
-    return {each: offer.ahead_s + offer.reading_s * (1 + others) for each, offer in offers.items()}
+    return {
+        each: offer.ahead_s + offer.reading_s * (1 + others + offer.return_chance) for each, offer in offers.items()
+    }
 
 
 def soonest(offers: Mapping[str, Offer]) -> str | None:

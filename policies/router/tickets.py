@@ -99,12 +99,14 @@ class Reading:
             that it has to read though they were taken for cached.
         max_unread_tokens: at this many it takes no more; None sets no bound.
         prompt_token_s: its seconds per prompt token, decodes in between included; None while it cannot tell.
+        return_chance: that what its cache gives up next would be wanted again soon.
     """
 
     read: tuple[str, ...] = ()
     known_tokens: int = 0
     max_unread_tokens: int | None = None
     prompt_token_s: float | None = None
+    return_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@
 --   P:unread_of:<r> hash  id -> tokens of its prompt that were not cached; those on replica r that it has not read
 --   P:unread        hash  replica -> all of those               P:prompts   hash  replica -> how many prompts
 --   P:reading       hash  replica -> msgpack {of those it has read, or cached, below 0 where more is to be read; with so
---                                 many unread it takes no more, or false; its seconds per prompt token, or false}
+--                                 many unread it takes no more, or false; its seconds per prompt token, or false; the chance that
+--                                 what its cache gives up next would be wanted again soon}
 --   P:recallable    zset  id -> deadline key: what runs and may be called back to its lane
 --   P:recalled      set of ids that were called back and still hold their slots
 --   P:silence       hash  replica -> ms without a heartbeat after which it counts as dead
@@ -115,7 +116,7 @@ end
 
 -- What a replica said last of its prompts, as in P:reading.
 local function reading_in(raw)
-  return unpack(raw and cmsgpack.unpack(raw) or { 0, false, false })
+  return unpack(raw and cmsgpack.unpack(raw) or { 0, false, false, 0 })
 end
 
 local function reading_of(replica)
@@ -241,7 +242,7 @@ local function note_reading(replica, packed)
   for _, id in ipairs(reading[1]) do
     note_read(replica, id)
   end
-  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3], reading[4] }))
+  redis.call('HSET', P .. ':reading', replica, cmsgpack.pack({ reading[2], reading[3], reading[4], reading[5] }))
 end
 
 -- policies.router.tickets.Ticket.unread_at and least_unread_tokens: what replicas that have some of its prompt have to
@@ -379,7 +380,8 @@ local function is_behind(ticket)
 end
 
 -- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with
--- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step, how many prompts it has to read} ...
+-- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step, how many prompts it has to read, the
+-- chance that what it gives up would be wanted again} ...
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
 local function offers_to(ticket, owed)
   local free, offers = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}
@@ -396,12 +398,13 @@ local function offers_to(ticket, owed)
   local late = not owed and is_behind(ticket)
   local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
-    local known, most, token_s = reading_in(readings[i])
+    local known, most, token_s, returns = reading_in(readings[i])
     local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
     if is_for(classes[i] or '', ticket[SLO_CLASS]) and not (late and most and ahead > 0) then
       local unread, pace = left[id] or ticket[UNREAD_TOKENS], token_s or ticket[PROMPT_TOKEN_S] * slowness
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
-      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness, tonumber(prompts[i] or 0) }
+      local others = tonumber(prompts[i] or 0)
+      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness, others, returns }
     end
   end
   return offers
@@ -428,7 +431,7 @@ local function least_price_s(offers)
     others = math.min(others, offer[6])
   end
   for _, offer in ipairs(offers) do
-    offer[3] = offer[3] + offer[4] * (1 + others)
+    offer[3] = offer[3] + offer[4] * (1 + others + offer[7])
     least_s = math.min(least_s, offer[3])
   end
   return least_s

@@ -12,12 +12,14 @@ from simulator.reproduce import (
     beyond,
     completion,
     goodput,
+    kept,
     paper_000,
     paper_001,
     paper_002,
     paper_003,
     paper_004,
     prefixes,
+    tasks,
     what_pays,
 )
 from simulator.reproduce.common import SOURCES, Setting
@@ -77,6 +79,8 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
     "prefixes-beyond": beyond.beyond,
+    "kept": kept.kept,
+    "tasks": tasks.tasks,
     "batches": batches.batches,
 }
 

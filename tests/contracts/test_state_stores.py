@@ -371,6 +371,15 @@ async def test_a_replica_that_reads_slowly_by_its_own_word_competes_by_that(stor
     assert await store.enqueue(prompt("y", 100, prefixes=(("p", 90),))) == [Assignment("y", "q")]  # behind those 50
 
 
+async def test_reading_costs_what_it_pushes_out_of_a_cache(store: StateStore) -> None:
+    for name, return_chance in (("p", 0.5), ("q", 0.25)):
+        await store.register_replica(info(name), 4)
+        await store.beat_replica(name, 4, FOR_EVER_S, reading=Reading(return_chance=return_chance))
+    assert await store.enqueue(prompt("x", 100)) == [Assignment("x", "q")]  # 125 < 150
+    await store.cancel(["x"])
+    assert await store.enqueue(prompt("y", 100, prefixes=(("p", 40),))) == [Assignment("y", "p")]  # 90 < 125
+
+
 async def test_less_than_a_step_makes_no_difference(store: StateStore) -> None:
     for name in ("p", "q"):
         await store.register_replica(info(name), 4)
@@ -1294,6 +1303,7 @@ readings = st.none() | st.builds(
     known_tokens=st.sampled_from([0, 5, -7]),
     max_unread_tokens=st.sampled_from([None, 1, 20]),
     prompt_token_s=st.sampled_from([None, 0.0, 0.25, 0.5]),
+    return_chance=st.sampled_from([0.0, 0.0, 0.25, 0.5]),
 )
 leases = st.sampled_from([None, None, 0.0, FOR_EVER_S])
 releases = st.tuples(st.just("release"), replica_ids, some_ids, leases, readings)
@@ -1479,7 +1489,6 @@ class Model:
         if any(load.max_unread_tokens is not None and load.unread_tokens > 0 for load in snapshot.replicas.values()):
             waiting = [t for t in waiting if not _is_late(t)]  # they may wait for the one that reads
         for found in await self.store.replica_infos():
-            load = snapshot.replicas[found.replica_id]
             if self.store.dispatcher.ledger.replicas[found.replica_id].is_refilled:
                 continue  # it waits for as many as a rolling batch has
             classes = {t.slo_class for t in waiting}

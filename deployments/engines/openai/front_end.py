@@ -191,6 +191,7 @@ class ServersFrontEnd:
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
         """Raises one of _REFUSALS."""
         timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
+        timing.session = context.in_session()
         context.model = self.model
         context.timings.append(timing)
         context.abort = self.abort

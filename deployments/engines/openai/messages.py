@@ -109,6 +109,7 @@ class OpenAiCodec:
         ttft_left_s: float | None,
         e2e_left_s: float | None,
         resumed: bool = False,
+        comes_back: bool | None = None,
     ) -> ServerRequest:
         unread_at = {replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes}
         return replace(request, pieces=(), unread_tokens=ticket.unread_tokens, unread_at=unread_at)

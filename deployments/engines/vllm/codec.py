@@ -94,6 +94,7 @@ class VllmCodec:
         ttft_left_s: float | None,
         e2e_left_s: float | None,
         resumed: bool = False,
+        comes_back: bool | None = None,
     ) -> EngineCoreRequest:
         """In a copy, for several requests of one prompt may share their sampling parameters."""
         if request.sampling_params is None:
@@ -106,6 +107,7 @@ class VllmCodec:
             tpot_s=ticket.tpot_s,
             e2e_left_s=e2e_left_s,
             resumed=resumed,
+            comes_back=comes_back,
             fills_idle=ticket.fills_idle,
             unread_tokens=ticket.unread_tokens,
             unread_at={replica_id: ticket.unread_at(replica_id) for replica_id, _ in ticket.prefixes},

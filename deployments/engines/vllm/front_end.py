@@ -119,6 +119,7 @@ class RoutedEngineCore(EngineCoreClient):
         if context.is_full:  # a route whose bodies `engine_requests` does not understand
             raise _as_answer(InputError(f"it asks for more than {context.max_engine_requests} answers"), context)
         timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
+        timing.session = context.in_session()
         context.timings.append(timing)
         if context.trace is not None:
             context.trace.follow(timing, self._served_name(request))

@@ -25,6 +25,7 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     e2e_left_s: seconds until its last token is due, as of when the router sent it, below 0 when it is late; None when
         nothing is promised.
     resumed: it goes on after a lost replica or a recall, and its client has a part of the answer.
+    comes_back: its session will probably have another turn; None where nothing is known of a session.
     fills_idle: its class takes what the others leave.
     unread_tokens: of its prompt, those that a replica with nothing of it would read; None counts all.
     unread_at: those of replicas that are taken to have some of it cached, by their ids.
@@ -38,6 +39,7 @@ class RequestMetadata(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=T
     tpot_s: float | None = None
     e2e_left_s: float | None = None
     resumed: bool = False
+    comes_back: bool | None = None
     fills_idle: bool = False
     unread_tokens: int | None = None
     unread_at: Mapping[str, int] = msgspec.field(default_factory=dict)
@@ -59,6 +61,17 @@ def metadata_of(extra_args: Mapping[str, Any] | None) -> RequestMetadata:
         return msgspec.convert(given, RequestMetadata)
     except msgspec.ValidationError:
         return NOTHING
+
+
+def comes_back(extra_args: Mapping[str, Any] | None, session_id: str | None) -> bool:
+    """Whether a request's session will probably have another turn; where nothing says so, whether it has a session.
+
+    Args:
+        session_id: as vLLM's own front end found it.
+    """
+    given = extra_args.get(KEY) if extra_args else None
+    said = given.get("comes_back") if isinstance(given, Mapping) else None
+    return said if isinstance(said, bool) else session_id is not None
 
 
 def without_metadata(extra_args: Mapping[str, Any] | None) -> dict[str, Any] | None:

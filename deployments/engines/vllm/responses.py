@@ -29,6 +29,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.limits import FIELD_LIMITS
 from deployments.http.middleware import TENANT
+from deployments.http.sessions import digest
 from deployments.responses.background import BackgroundResponses
 from deployments.responses.store import ID, Encoded, NoRoomError, Place, ResponseStore, TakenError, shown_id
 from policies.errors import SluiceError, StateStoreError
@@ -58,11 +59,13 @@ class KeptResponses:
 
 
 class _Previous(NamedTuple):
-    """What a request goes on from, in the shape in which vLLM looks for it."""
+    """What a request goes on from, in the shape in which vLLM looks for it; `root` is the id of the first response of
+    its chain."""
 
     id: str
     messages: list[Any]
     output: list[Any]
+    root: str
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +78,7 @@ class _Turn:
         size: bytes that it makes to encode, by what is known of it before.
         messages: the conversation up to its answer, as vLLM rendered it.
         generation: what vLLM calls its generator with, of one in the background.
+        root: the id of the first response of its chain, by which it is a session.
         tier: the `service_tier` under which it is served; None if it asked for none.
     """
 
@@ -84,6 +88,7 @@ class _Turn:
     previous: _Previous | None = None
     messages: list[Any] = field(default_factory=list)
     generation: "asyncio.Future[tuple[Any, ...]] | None" = None
+    root: str = ""
     tier: str | None = None
 
     def note(self, response: Any, is_stored: bool) -> None:
@@ -145,10 +150,14 @@ class StoredResponses(OpenAIServingResponses):
             turn.size = len(await raw_request.body())  # which has been read: FastAPI has made the request of it
         if (context := current.get()) is not None:
             turn.tier = context.service_tier
+        turn.root = request.request_id
         _turn.set(turn)
         await self._check_store(turn, request)
         if request.previous_response_id is not None:
             turn.previous = await self._previous(request.previous_response_id, turn)
+            turn.root = turn.previous.root
+        if context is not None and context.session is None and turn.place is not None:
+            context.session = digest(turn.root, context.tenant)
         request.store = False
         made = await super().create_responses(request, raw_request)
         if isinstance(made, ErrorResponse):
@@ -258,7 +267,7 @@ class StoredResponses(OpenAIServingResponses):
         """Raises NoRoomError for a conversation that no request may bring."""
         assert self._kept is not None
         size = turn.size + _BYTES_PER_TOKEN * (response.usage.output_tokens if response.usage else 0)
-        encoded: Encoded = await _by_size(size, _encoded, response, turn.messages)
+        encoded: Encoded = await _by_size(size, _encoded, response, turn.messages, turn.root)
         if encoded.size > self._kept.max_bytes:
             why = f"the conversation exceeds {self._kept.max_bytes} bytes (router.max_body_bytes)"
             raise self._kept.store.no_room(why)
@@ -333,8 +342,9 @@ def _response_json(response: BaseModel) -> bytes:
     return response.model_dump_json(by_alias=True).encode()
 
 
-def _encoded(response: ResponsesResponse, messages: list[Any]) -> Encoded:
-    return Encoded(_response_json(response), to_json(_conversation(messages, response.output)))
+def _encoded(response: ResponsesResponse, messages: list[Any], root: str) -> Encoded:
+    conversation = {**_conversation(messages, response.output), "root": root}
+    return Encoded(_response_json(response), to_json(conversation))
 
 
 def _conversation(messages: list[Any], output: list[Any]) -> dict[str, Any]:
@@ -349,10 +359,11 @@ def _conversation(messages: list[Any], output: list[Any]) -> dict[str, Any]:
 
 def _decoded(response_id: str, conversation: bytes) -> _Previous:
     read = json.loads(conversation)
+    root = read.get("root", response_id)  # not in those of earlier versions
     if "chat" in read:
-        return _Previous(response_id, read["chat"], [])
+        return _Previous(response_id, read["chat"], [], root)
     calls = [ResponseFunctionToolCall.model_validate(call) for call in read["calls"]]
-    return _Previous(response_id, [Message.from_dict(message) for message in read["harmony"]], calls)
+    return _Previous(response_id, [Message.from_dict(message) for message in read["harmony"]], calls, root)
 
 
 @contextmanager

@@ -229,6 +229,15 @@ def test_a_batch_in_progress_has_its_share_done_and_its_ends() -> None:
     assert list(batch_rows(None)) == []
 
 
+def test_sessions_are_named_where_there_are_any() -> None:
+    none, one = {"known": 0, "median_pause_s": None}, {"known": 1, "median_pause_s": None}
+    assert status_tables._sessions([{}, {"sessions": none}]) == ""
+    assert status_tables._sessions([{"sessions": one}]) == " · 1 session"
+    many = {"known": 20, "median_pause_s": 8.7}
+    told = " · 21 sessions, which pause 8.70 s in the median"
+    assert status_tables._sessions([{"sessions": one}, {"sessions": many}]) == told
+
+
 def test_numbers_are_as_on_the_page() -> None:
     assert [number(None), number(1234.4), number(1.005, 2)] == ["–", "1,234", "1.00"]
     assert [seconds(each) for each in (None, 0.0042, 0.5, 61.0)] == ["–", "4.2 ms", "500 ms", "61.00 s"]

@@ -22,6 +22,7 @@ from deployments.http.middleware import SluiceMiddleware
 from deployments.http.promises import Promises
 from policies.errors import AdmissionError, ReplicaLostError, StateStoreError
 from policies.router.promise import TARGETS, Promise
+from policies.router.sessions import Task
 from router.admission import Tenant
 from router.timing import HttpContext, RequestTiming, current
 from tests.deployments.bodies import asking, behind_middleware, key_ring, request_bodies
@@ -763,3 +764,65 @@ async def test_a_client_that_reads_nothing_more_is_given_up_and_a_slow_one_is_no
     await asyncio.wait_for(has_ended.wait(), PATIENCE_S)
     (line,) = logged(log)
     assert (len(taken), line["status"], line["error"]) == (10, 200, "the client read nothing for 0.5 s")
+
+
+# Sessions
+
+
+def of_session(context: HttpContext) -> list[Any]:
+    return [context.session, context.task_s]
+
+
+async def session_behind(keys: KeyRing | None, body: dict[str, Any] | None = None, **headers: str) -> httpx.Response:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        context = current.get()
+        assert context is not None
+        await JSONResponse(of_session(context))(scope, receive, send)
+
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with client_of(app, **({} if keys is None else {"keys": keys})) as client:
+        return await client.post("/", json=body or {}, headers=named)
+
+
+async def test_a_session_is_found_in_headers_or_body_and_goes_by_its_digest() -> None:
+    named = await session_behind(None, x_sluice_session="s1")
+    assert named.json() == (await session_behind(None, {"prompt_cache_key": "s1"})).json()
+    assert named.json()[1] is None and "s1" not in named.text
+    assert (await session_behind(None)).json() == [None, None]
+    assert (await session_behind(None, {"n": 2}, x_sluice_session="s1")).json() == [None, None]
+    assert (await session_behind(None, x_sluice_session="s" * 300)).status_code == 400
+
+
+async def test_a_session_of_one_key_is_none_of_another_s(keys: KeyRing) -> None:
+    mine, theirs = [
+        (await session_behind(keys, x_sluice_session="s1", **bearer(key))).json() for key in ("key-all", "key-closer")
+    ]
+    assert mine[0] and theirs[0] and mine != theirs
+
+
+async def test_a_task_s_deadline_needs_a_session_and_a_key_that_may_tighten(keys: KeyRing) -> None:
+    task = {"x_slo_task_ms": "600000"}
+    assert (await session_behind(None, {"prompt_cache_key": "s1"}, **task)).json()[1] == 600.0
+    refused = await session_behind(None, **task)
+    assert refused.status_code == 400 and "x-sluice-session" in refused.json()["error"]["message"]
+    for wrong in ("0", "soon", "86400001"):
+        refused = await session_behind(None, x_sluice_session="s1", x_slo_task_ms=wrong)
+        assert refused.status_code == 400 and "x-slo-task-ms" in refused.json()["error"]["message"]
+    assert (await session_behind(keys, x_sluice_session="s1", **task, **bearer("key-all"))).status_code == 403
+    assert (await session_behind(keys, x_sluice_session="s1", **task, **bearer("key-closer"))).status_code == 200
+
+
+async def test_the_answer_says_what_the_task_had_left_and_the_turn_got() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        context = current.get()
+        assert context is not None
+        timing = RequestTiming(received_s=0.0, submitted_s=0.0, session=context.in_session())
+        if timing.session is not None:
+            timing.session.task, timing.session.turn_s = Task(600.0, 500.0), 20.0
+        context.timings.append(timing)
+        await PlainTextResponse("answer")(scope, receive, send)
+
+    async with client_of(app) as client:
+        told = await client.post("/", json={}, headers={"x-sluice-session": "s1"})
+        assert (told.headers["x-sluice-task-left-ms"], told.headers["x-sluice-turn-ms"]) == ("500000", "20000")
+        assert "x-sluice-task-left-ms" not in (await client.post("/", json={})).headers

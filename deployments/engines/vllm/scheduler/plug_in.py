@@ -9,7 +9,8 @@ No line of vLLM's scheduling is repeated here. A `Planner` sets the knobs that v
 * DECODE: no admission, and prompts in progress are put off as on a throttled step of data-parallel engines;
 * PREFILL: running decodes are not eligible before the next step, which is how vLLM staggers decodes in pipelines;
 * token budget: `max_num_scheduled_tokens`;
-* order: a waiting queue by promises, where vLLM's policy is "fcfs".
+* order: a waiting queue by promises, where vLLM's policy is "fcfs";
+* what is given up first: a queue of free blocks that has those of sessions behind it.
 
 In mode `stock` there is no planner, and each step costs one more look at an attribute.
 """
@@ -29,6 +30,8 @@ from vllm.v1.request import Request, StreamingUpdate
 from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.features import Cause, Feature, switched_off, why_off
 from deployments.engines.vllm.causes import causes_of_scheduler, passing_causes
+from deployments.engines.vllm.request_metadata import comes_back
+from deployments.engines.vllm.scheduler.kept_blocks import KeptBlocks
 from deployments.engines.vllm.scheduler.planner import Planner
 from deployments.engines.vllm.scheduler.telemetry import Telemetry, Transfers
 from policies.errors import ConfigError, SluiceError
@@ -44,6 +47,7 @@ class SluiceScheduler(AsyncScheduler):
         clock: measures steps.
         on_step: called with every step's result, for calibration and tests: before the next plan, or by `report`.
         planner: plans the steps; None in mode `stock`.
+        kept: the free blocks; None without a prefix cache, and before a mode other than `stock`.
         live_settings, slots, late_patience_s: the settings in force, and what follows from them.
     """
 
@@ -64,6 +68,7 @@ class SluiceScheduler(AsyncScheduler):
         self.telemetry = Telemetry()
         self.transfers = Transfers()
         self.planner: Planner | None = None
+        self.kept: KeptBlocks | None = None
         self._stock_limits = most, _ = self.max_num_active_reqs, self.max_num_scheduled_tokens
         self.live_settings = Live(SchedulerSettings.of_vllm(self.vllm_config.additional_config))
         self.slots = self.live_settings.view(lambda settings: min(settings.max_batch_size or most, most))
@@ -113,6 +118,7 @@ class SluiceScheduler(AsyncScheduler):
             "mode": self.settings.mode,
             **({} if self.settings.policy is None else {"policy": self.settings.policy}),
             "batch_size": int(min(self.slots.now, self.planner.memory.requests, snapshot.most)),
+            **({} if self.kept is None else {"kept_blocks": self.kept.kept, "return_chance": self.kept.return_chance}),
             **self.planner.unread(),
             **self.telemetry.of_policy(self.planner.policy, snapshot.state),
             **self.telemetry.of_steps(),
@@ -124,6 +130,8 @@ class SluiceScheduler(AsyncScheduler):
         if settings.mode == "stock":
             self.live_settings.replace(settings)
             self.planner = None
+            if self.kept is not None:
+                self.kept.keep_at_most(0)
             if planner is not None:
                 self.max_num_active_reqs, self.max_num_scheduled_tokens = self._stock_limits
                 self._requeue(create_request_queue(self.policy))
@@ -137,6 +145,7 @@ class SluiceScheduler(AsyncScheduler):
             speculates=self.num_spec_tokens > 0,
         )
         self.live_settings.replace(settings)
+        self._keep(settings.kept_fraction)
         if planner is not None:
             planner.settings_changed(policy)
             return
@@ -144,6 +153,14 @@ class SluiceScheduler(AsyncScheduler):
         self.planner = Planner(self, policy, phases_work=phases_work, cuts_prompts=cuts_prompts, on_step=self._note)
         if self.policy == SchedulingPolicy.FCFS:
             self._requeue(self.planner.queue)
+
+    def _keep(self, fraction: float) -> None:
+        if not self.kv_cache_manager.enable_caching:
+            return
+        pool = self.kv_cache_manager.block_pool
+        if self.kept is None:
+            self.kept = KeptBlocks.put_into(pool, self.clock)
+        self.kept.keep_at_most(int(fraction * pool.num_gpu_blocks))
 
     def _note(self, result: StepResult) -> None:
         if self.on_step is not None:
@@ -191,6 +208,19 @@ class SluiceScheduler(AsyncScheduler):
         if self.planner is not None:
             self.planner.leaves(request)
         return super()._free_request(request, delay_free_blocks)
+
+    def _free_request_blocks(self, request: Request) -> None:
+        """vLLM calls this when a request has ended or is preempted. With a KV connector it may put the freeing off, and
+        keeps nothing then."""
+        if self.kept is None:
+            super()._free_request_blocks(request)
+            return
+        params = request.sampling_params
+        self.kept.keeps = comes_back(params.extra_args if params else None, request.session_id)
+        try:
+            super()._free_request_blocks(request)
+        finally:
+            self.kept.keeps = False
 
     def _update_request_as_session(self, session: Request, update: StreamingUpdate) -> None:
         """vLLM goes on here with a session's next part, once the one before has been answered."""
