@@ -267,7 +267,7 @@ def loadable(
     prompt: PromptBlocks, prompt_tokens: int, hashing: BlockHashing, hit_tokens: int, tiers: Sequence[Stored]
 ) -> list[Loadable]:
     """What tiers have of a prompt behind the hit of the GPU, in whole blocks up to the end of the prompt, as vLLM's
-    offloading counts (0.32).
+    offloading counts (0.32), which loads no less than a chunk.
 
     Args:
         tiers: the nearest first.
@@ -277,7 +277,7 @@ def loadable(
     for count, (tier, _, wait_s) in enumerate(tiers, start=1):
         beyond = _Beyond(prompt, hit_blocks, tiers[:count])
         end = longest_hit(hashing.groups, beyond, most, hashing.aligned_blocks) * hashing.block_tokens
-        if end > have:
+        if end - hit_tokens >= tier.chunk_blocks * hashing.groups[0].scale * hashing.block_tokens and end > have:
             found.append(Loadable(tier=tier.name, tokens=end - have, token_s=tier.token_s, wait_s=wait_s))
             have = end
     return found
