@@ -75,6 +75,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "papers-system": goodput.as_published,
     "goodput-long-prompts": goodput.long_prompts,
     "prefixes": prefixes.prefixes,
+    "tiers": prefixes.tiers,
     "batches": batches.batches,
 }
 

@@ -7,6 +7,7 @@ from policies.errors import ConfigError
 from simulator.cluster import Run, run
 from simulator.engine import EngineConfig
 from simulator.engines import engine_profile
+from simulator.planner import Point, ablations
 from simulator.presets import TIER, system, without
 from simulator.report import Target, summary
 from simulator.requests import Request
@@ -102,3 +103,9 @@ def test_a_tier_can_be_taken_out() -> None:
 def test_sizes_must_make_sense(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
         TierConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_plan_says_what_a_tier_brings() -> None:
+    point = Point(engine="e", system="sluice", replicas=1, load=1.0)
+    assert TIER in [each.without for each in ablations(point, has_tier=True)]
+    assert TIER not in [each.without for each in ablations(point)]
