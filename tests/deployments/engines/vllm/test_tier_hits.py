@@ -59,7 +59,7 @@ async def test_conversations_that_evict_each_other_are_loaded_as_a_router_foresa
                 prompt += asked[tuple(prompt)]
         hits, loads = router.metrics.hits, router.metrics.loads
         assert hits["found"] > 0.5 * sum(map(len, asked)), "nearly all that was said before"
-        assert sum(loads.values()) > hits["found"] / 2
+        assert loads["CPU"] > 0
         assert hits["missing"] + hits["unforeseen"] <= 0.02 * hits["found"]
         assert loads.get("unknown", 0) <= 0.02 * hits["found"]
         for prompt, answer in [*asked.items()][-SESSIONS:]:
