@@ -63,6 +63,10 @@ class TicketWriter(Protocol):
     def sessions(self) -> Sessions:
         """What is known of sessions."""
 
+    @property
+    def prompt_token_s(self) -> float:
+        """Predicted seconds in which a replica of slowness 1 reads a prompt token."""
+
     async def foresee(self, question: Question, promise: Promise) -> Foresight | None: ...
 
     def ticket(
@@ -130,6 +134,11 @@ class Classifier:
         self._edges_version, self._edges_in_force = 0, (bins.edges, self.bucket_edges)
 
     @property
+    def prompt_token_s(self) -> float:
+        """As `TicketWriter`."""
+        return self._step_times.prefill.prefill_s
+
+    @property
     def bin_edges(self) -> tuple[float, ...]:
         return self._bins.edges
 
@@ -180,7 +189,7 @@ class Classifier:
             late_key=late_key,
             unread_tokens=priced_tokens,
             prefixes=prefixes,
-            prompt_token_s=self._step_times.prefill.prefill_s,
+            prompt_token_s=self.prompt_token_s,
             step_s=self._step_times.decode.overhead_s,
             predicted_output_tokens=predicted,
             fills_idle=slo_class in self._terms.now.fills_idle,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from policies.router.tickets import Ticket
+from policies.router.tiers import Load
 from router.cached_blocks import BlockHashes, BlockHashing
 from router.trail import TraceHeaders
 from router.wire import Buffer
@@ -38,7 +39,9 @@ class RequestSize:
         salt: prompts have a prefix in common only where this is equal too.
         blocks: of its prompt; none where no replica tells what it has cached.
         hashing: by which they were hashed.
-        hits: tokens of its prompt that replicas have cached, 0 included, by the id of those that tell.
+        hits: tokens of its prompt that replicas need not read, 0 included, by the id of those that tell: what they have
+            cached, and what their loads save.
+        loads: what they had best load of it from tiers beyond the GPU; without those that had better load nothing.
     """
 
     request_id: str
@@ -51,6 +54,7 @@ class RequestSize:
     blocks: BlockHashes = ()
     hashing: BlockHashing | None = None
     hits: Mapping[str, int] = field(default_factory=dict)
+    loads: Mapping[str, Load] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,9 @@ class EngineCodec(Protocol[RequestT, OutputsT]):
 
     def cached_tokens(self, output: Output) -> int | None:
         """How many tokens of its prompt the engine had in its cache, said with a first output; None where it is not."""
+
+    def loaded_tokens(self, output: Output) -> int:
+        """Of those, how many it loaded from beyond the GPU."""
 
     def encode_request(self, request: RequestT) -> Sequence[Buffer]: ...
 

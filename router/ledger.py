@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from policies.errors import IllegalMoveError, InputError
 from policies.router.tickets import Ticket
+from policies.router.tiers import NOTHING, Load
 from predictor.learned import Foresight
 from router.cached_blocks import BlockHashes
 from router.codec import Output
@@ -99,6 +100,8 @@ class Entry(Generic[RequestT]):
             engine has said what it had.
         encoded: as it would be sent at once; None where it has changed since.
         blocks: of its prompt, until it is sent; none where no replica tells what it has cached.
+        loads: of its prompt, by replica, until it is sent.
+        load: what its replica was taken to load when it was sent.
         bill: of its key's tokens, None where those have no limit.
         held_back: outputs of an answer in one piece that could not be resumed, until its end; None passes them on.
         preparation: None without one, and once its first output has come.
@@ -125,6 +128,8 @@ class Entry(Generic[RequestT]):
     predicted_hit_tokens: int | None = None
     encoded: Sequence[Buffer] | None = None
     blocks: BlockHashes = ()
+    loads: Mapping[str, Load] = field(default_factory=dict)
+    load: Load = NOTHING
     bill: Bill | None = None
     held_back: list[Output] | None = None
     preparation: Preparation[RequestT] | None = None

@@ -1,10 +1,12 @@
 """What a router counts. Prefix `sluice_`, times in seconds, one registry for each router process."""
 
+from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from policies.router.sessions import Sessions
+from policies.router.tiers import Load
 from router.exposition import page
 from router.key_metrics import KeyMetrics
 
@@ -126,6 +128,13 @@ class RouterMetrics:
         self.hit_tokens = self._counter(
             "hit_tokens", "Prompt tokens that their replica had cached, by its engine's own count.", "slo_class"
         )
+        self.loaded_tokens = self._counter(
+            "loaded_tokens",
+            "Of the prompt tokens that a replica had cached, those that its engine loaded, by the tier where a router "
+            "knew them (unknown: it did not).",
+            "slo_class",
+            "tier",
+        )
         self.wrong_hit_tokens = self._counter(
             "wrong_hit_tokens",
             "Prompt tokens taken for cached that were not (missing), or that were cached all the same (unforeseen).",
@@ -155,6 +164,25 @@ class RouterMetrics:
         self.hit_tokens.labels(slo_class).inc(hit_tokens)
         way = "missing" if predicted_tokens > hit_tokens else "unforeseen"
         self.wrong_hit_tokens.labels(slo_class, way).inc(abs(predicted_tokens - hit_tokens))
+
+    def note_loads(self, slo_class: str, load: Load, loaded_tokens: int) -> None:
+        """What a request was taken to load, and how much was loaded: the nearest tiers first."""
+        for part in load.parts:
+            tokens = min(part.tokens, loaded_tokens)
+            self.loaded_tokens.labels(slo_class, part.tier).inc(tokens)
+            loaded_tokens -= tokens
+        if loaded_tokens:
+            self.loaded_tokens.labels(slo_class, "unknown").inc(loaded_tokens)
+
+    @property
+    def loads(self) -> dict[str, int]:
+        """Prompt tokens of all classes together that were loaded, by tier."""
+        tokens = Tally[str]()
+        for family in self.loaded_tokens.collect():
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    tokens[sample.labels["tier"]] += round(sample.value)
+        return dict(sorted(tokens.items()))
 
     @property
     def hits(self) -> dict[str, int]:

@@ -58,6 +58,11 @@ class PrefillClassifier:
         self.prefixes, self.sessions = PrefixHits(prefixes), Sessions()
         self._order, self._policy, self._metrics = order, policy, metrics
 
+    @property
+    def prompt_token_s(self) -> float:
+        """As `router.classifier.TicketWriter`."""
+        return self._policy.prompt_token_s
+
     async def foresee(self, question: Question, promise: Promise) -> Foresight | None:
         return None
 

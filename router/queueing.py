@@ -167,7 +167,8 @@ class Queueing(Generic[RequestT]):
         if entry.state is not State.QUEUEING:
             return
         recallable = entry.ticket.recallable and entry.recalls < self._terms.now.config.max_recalls
-        prefixes, entry.blocks = self._caches.hits(size, self._connections.replica_ids), size.blocks
+        prefixes = self._caches.hits(size, self._connections.replica_ids)
+        entry.blocks, entry.loads = size.blocks, size.loads
         ticket = entry.ticket.of_prompt(size.prompt_tokens, prefixes)
         ticket = replace(ticket, arrival_s=None, recallable=recallable)
         if entry.timing.output_tokens and ticket.late_key is not None and not ticket.fills_idle:

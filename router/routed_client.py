@@ -197,6 +197,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             foresight=foresight,
             encoded=self.sending.encoded_at_first(request, ticket, timing),
             blocks=size.blocks,
+            loads=size.loads,
             held_back=[] if begins_anew else None,
         )
 
@@ -289,7 +290,11 @@ def routed_client(
     settlements = Settlements(router_id, store)
     accounting = Accounting(metrics=metrics, clock=clock, shared_clock=shared_clock, settlements=settlements)
     caches = PromptCaches(
-        codec=codec, prefixes=classifier.prefixes, blocks=CachedBlocks(clock, metrics), metrics=metrics
+        codec=codec,
+        prefixes=classifier.prefixes,
+        blocks=CachedBlocks(clock, metrics),
+        prompt_token_s=classifier.prompt_token_s,
+        metrics=metrics,
     )
     connections = Connections(
         router_id=router_id,

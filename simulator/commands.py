@@ -42,6 +42,7 @@ from simulator.presets import SYSTEMS, system
 from simulator.real_times import RealTimes
 from simulator.report import Target, check_classes, check_targets, parse_target, summary, table
 from simulator.run_page import run_page
+from simulator.tier import TierConfig
 from simulator.traces import read_workload
 from simulator.workload import Workload, arrival_law, length_law, synthetic
 
@@ -177,7 +178,11 @@ def _command(
         help="fraction of KV cache blocks to keep free when a request starts beside others (default: %(default)s)",
     )
     engine.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="of KV between pools (%(default)s)")
-    engine.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="to transfer (default: %(default)s)")
+    engine.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="moved (default: %(default)s)")
+    engine.add_argument(
+        "--offload-gb", type=float, help="memory of the host for KV cache, of each replica (default: none)"
+    )
+    engine.add_argument("--offload-gb-per-s", type=float, default=50.0, help="loaded from there (%(default)s)")
     engine.add_argument("--cache-tokens", type=int, help="KV cache (default: what the GPU's memory leaves)")
     output = command.add_argument_group("output")
     output.add_argument("--json", type=Path, help="write all numbers here")
@@ -302,7 +307,19 @@ def _engine(options: argparse.Namespace, profile: EngineProfile) -> EngineConfig
         total_blocks=profile.cache(options.cache_tokens) // EngineConfig().block_size,
         max_batch_tokens=options.max_batch_tokens,
         watermark=options.watermark,
+        tier=_tier(options),
     )
+
+
+def _tier(options: argparse.Namespace) -> TierConfig | None:
+    """Raises ConfigError: its size or speed is not positive."""
+    if options.offload_gb is None:
+        return None
+    for name in ("offload_gb", "offload_gb_per_s", "kv_bytes_per_token"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive and finite, got {getattr(options, name)}")
+    tokens = int(options.offload_gb * 1e9 / options.kv_bytes_per_token)
+    return TierConfig(tokens=tokens, token_s=options.kv_bytes_per_token / (options.offload_gb_per_s * 1e9))
 
 
 def _workload(options: argparse.Namespace) -> Workload:
@@ -377,7 +394,8 @@ def make_plan(options: argparse.Namespace) -> None:
             say(text := _answer(load, best, most, config))
             at = (best or most).point
             of_load = [each for each in tried if each.point.load == load]
-            loads.append(Answered(load, of_load, text, at, _features(trials, at, say)))
+            has_tier = config.profiles[at.engine][1].tier is not None
+            loads.append(Answered(load, of_load, text, at, _features(trials, at, say, has_tier=has_tier)))
     added = {str(each.load): each.features for each in loads}
     _write_json(options.json, {"tried": [asdict(each) for each in tried], "cheapest": answers, "features": added})
     if options.html is not None:
@@ -398,10 +416,10 @@ def _inputs_of_plan(options: argparse.Namespace, workload: Workload, config: Pla
     }
 
 
-def _features(trials: Trials, at: Point, say: Callable[[str], None]) -> dict[str, Change]:
+def _features(trials: Trials, at: Point, say: Callable[[str], None], *, has_tier: bool) -> dict[str, Change]:
     """What each adds at that point."""
     say(f"  what each feature adds there ({at.replicas} x {at.engine}):")
-    points = ablations(at)
+    points = ablations(at, has_tier=has_tier)
     results, changes = _watched(trials.each(points), len(points)), dict[str, Change]()
     whole = next(results)
     for each in results:

@@ -19,6 +19,7 @@ from simulator.core import Event, Kind
 from simulator.metrics import EngineTotals
 from simulator.requests import Request
 from simulator.scheduler import Scheduler, Step
+from simulator.tier import Tier, TierConfig
 
 # How long an engine sleeps that could schedule nothing, as vLLM's loop does.
 _IDLE_STEP_S = 1e-3
@@ -61,6 +62,7 @@ class EngineConfig:
         max_num_queued_reqs: most requests that an engine holds, running ones too; it refuses any more.
         max_num_queued_tokens: it refuses what comes while the prompts of all requests without a first token have this
             many tokens, read or not. The last three are vLLM's own; None sets no limit.
+        tier: memory beyond this cache, None without.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -76,6 +78,7 @@ class EngineConfig:
     watermark: float = 0.0
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    tier: TierConfig | None = None
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "slots", "total_blocks", "block_size", "max_batch_tokens", "max_model_len")
@@ -132,12 +135,15 @@ class Engine:
             ordered=config.ordered,
             totals=self.totals,
             kept_fraction=config.kept_fraction,
+            tier=None if config.tier is None else Tier(config.tier, config.block_size),
+            pace_s=lambda: self.seconds_per_prompt_token,
         )
         self._batch = self._scheduler.batch
         self._standing: StandingPlan[Request] | None = None
         self._step: Step | None = None
         self._awake = False
         self._stopped = False
+        self._now_s = 0.0
         self._unread_tokens = 0  # prompts of all that it holds without a first token
         self._read: list[Request] = []
         self._called_back: list[Request] = []
@@ -177,6 +183,11 @@ class Engine:
         """Leading tokens of its prompt that are cached here."""
         return self._scheduler.known_tokens(request)
 
+    def spared_tokens(self, request: Request, prompt_token_s: float) -> int:
+        """Leading tokens of its prompt that need not be read here: cached ones, and what a load would save."""
+        load = self._scheduler.load(request, self._now_s, prompt_token_s)
+        return self.known_tokens(request) + load.saved_tokens
+
     def takes_more(self) -> bool:
         """Whether a request that comes now is let in, by vLLM's own limits (`AsyncLLM.check_admission`)."""
         most_requests, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
@@ -186,7 +197,7 @@ class Engine:
 
     def submit(self, request: Request, now_s: float) -> list[Event]:
         request.entered_s = now_s
-        request.cached_tokens = self.known_tokens(request)
+        request.cached_tokens, request.loaded_tokens, self._now_s = self.known_tokens(request), 0, now_s
         if request.first_token_s is None:
             self._unread_tokens += request.prompt_tokens
         self._scheduler.add(request, now_s, self._left(request))
@@ -236,6 +247,7 @@ class Engine:
         """Close the step that ran until now and open the next one."""
         if self._stopped:
             return []
+        self._now_s = now_s
         events = list(self._close(self._step, now_s)) if self._step else []
         if not self.holds:
             self._awake, self._step = False, None

@@ -12,6 +12,7 @@ from simulator.engines import EngineProfile
 from simulator.html_page import shown_number
 from simulator.planner import PlanConfig
 from simulator.report import EVERY_CLASS, Target
+from simulator.tier import TierConfig
 from simulator.workload import Workload
 
 Group = dict[str, str]
@@ -64,10 +65,16 @@ def engine(profile: EngineProfile, config: EngineConfig, price: float | None = N
         "GPUs a replica": str(profile.gpus),
         **({} if price is None else {"price a replica": f"{price:g}"}),
         "KV cache": f"{config.total_blocks * config.block_size:,} tokens",
+        **({} if config.tier is None else {"further KV cache": _tier(config.tier)}),
         "slots": f"{config.slots:,}",
         "tokens a step": f"{config.max_batch_tokens:,}",
         **({"kept free": f"{config.watermark:.1%} of the cache"} if config.watermark else {}),
     }
+
+
+def _tier(tier: TierConfig) -> str:
+    speed = f", {1.0 / tier.token_s:,.0f} of them loaded in a second" if tier.token_s else ""
+    return f"{tier.tokens:,} tokens beyond the GPU{speed}"
 
 
 def served(options: argparse.Namespace, config: ClusterConfig) -> Group:

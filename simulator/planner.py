@@ -21,7 +21,7 @@ from simulator.cluster import ClusterConfig, Run, run
 from simulator.disaggregated import PoolsConfig, planned_prefill_replicas, run_disaggregated
 from simulator.engine import EngineConfig
 from simulator.engines import EngineProfile
-from simulator.presets import FEATURES, system, without
+from simulator.presets import FEATURES, TIER, system, without
 from simulator.report import Target, summary
 from simulator.workload import Workload
 
@@ -222,12 +222,16 @@ def most_in_time(tried: Iterable[Tried], load: float) -> Tried:
     return max(there, key=lambda each: (each.goodput_per_s / each.cost if each.cost else 0.0, each.in_time))
 
 
-def ablations(point: Point) -> list[Point]:
-    """Sluice at that point, whole and with one feature less each, and stock."""
+def ablations(point: Point, *, has_tier: bool = False) -> list[Point]:
+    """Sluice at that point, whole and with one feature less each, and stock.
+
+    Args:
+        has_tier: of its engine; then without that as well.
+    """
     whole = Point(engine=point.engine, system="sluice", replicas=point.replicas, load=point.load)
     less = [
         Point(engine=point.engine, system="sluice", replicas=point.replicas, load=point.load, without=feature)
-        for feature in FEATURES
+        for feature in (*FEATURES, *([TIER] if has_tier else ()))
     ]
     stock = Point(engine=point.engine, system="stock", replicas=point.replicas, load=point.load)
     return [whole, *less, stock]

@@ -51,6 +51,11 @@ class PrefixCache:
         self.hit_tokens += found
         return found
 
+    def touch(self, request: Request) -> None:
+        """What it finds stays, and was used now."""
+        if request.session is not None and request.session in self._kept:
+            self._kept.move_to_end(request.session)
+
     def keep(self, request: Request, tokens: int) -> None:
         """A request ended with `tokens` tokens computed."""
         if request.session is None:

@@ -127,12 +127,18 @@ FEATURES: Mapping[str, Callable[[ClusterConfig], ClusterConfig]] = {
 }
 
 
+TIER = "further KV cache"
+"""Of engines that have one; a feature of vLLM, and stock has it as well."""
+
+
 def without(feature: str, config: ClusterConfig) -> ClusterConfig:
-    """Sluice with one feature as stock has it.
+    """Sluice with one feature as stock has it, or without `TIER`.
 
     Raises:
         ConfigError: there is no such feature.
     """
+    if feature == TIER:
+        return replace(config, engine=replace(config.engine, tier=None))
     if feature not in FEATURES:
         raise ConfigError(f"unknown feature {feature!r}; there are {', '.join(FEATURES)}")
     return FEATURES[feature](config)

@@ -116,6 +116,7 @@ def summary(run: Run, targets: Mapping[str, Target] | None = None) -> dict[str, 
         "busy_fraction": _per(totals.busy_s, run.replica_s),
         "recomputed_fraction": _per(totals.recomputed_tokens, totals.prefill_tokens),
         "prefix_reuse_fraction": _reused(run.requests, totals),
+        **_loaded(run, prompt_tokens),
         "replica_s": run.replica_s,
         "steps": totals.steps,
         "events": run.events,
@@ -156,6 +157,13 @@ def _reused(requests: Sequence[Request], totals: EngineTotals) -> float | None:
     """Share of the prompts' tokens that a cached prefix spared, recomputation aside."""
     prompts = sum(request.prompt_tokens for request in requests)
     return _per(max(0, prompts + totals.recomputed_tokens - totals.prefill_tokens), prompts)
+
+
+def _loaded(run: Run, prompt_tokens: int) -> dict[str, float | None]:
+    """Of engines with a tier: the share of the prompts' tokens that were loaded from there."""
+    if run.engines[0].config.tier is None:
+        return {}
+    return {"prefix_loaded_fraction": _per(sum(each.loaded_tokens for each in run.requests), prompt_tokens)}
 
 
 def _classes(run: Run, targets: Mapping[str, Target]) -> dict[str, dict[str, float | None]]:

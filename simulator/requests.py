@@ -18,6 +18,7 @@ class Request:
         comes_back: its session has a name, by which engines keep what it had computed through a pause.
         reusable_tokens: leading prompt tokens that its session has had.
         cached_tokens: leading prompt tokens whose KV is cached when it starts; the last token is always computed.
+        loaded_tokens: of those, the ones that were loaded from beyond the GPU.
         class_index: whose length statistics and targets it has: its service class's, or those of its bin.
         api_key: whose request it is, for turns and shares of keys; "" without a key.
         fills_idle: its class takes what others leave.
@@ -37,6 +38,7 @@ class Request:
     comes_back: bool = False
     reusable_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
     class_index: int = 0
     slo_class: str | None = None
     api_key: str = ""

@@ -258,7 +258,8 @@ class Router:
         """Leading tokens of its prompt that replicas hold; the last token is read in any case."""
         if request.session is None:
             return ()
-        known = ((each, engine.known_tokens(request)) for each, engine in self._engines.items())
+        prompt_token_s = self._step_times.prefill.prefill_s
+        known = ((each, engine.spared_tokens(request, prompt_token_s)) for each, engine in self._engines.items())
         return tuple((each, min(tokens, request.prompt_tokens - 1)) for each, tokens in known if tokens)
 
     # Carrying out what is decided

@@ -4,18 +4,20 @@ In vLLM's order: decodes first, then prompts already begun, then admissions whil
 A step that had to preempt admits none. Departure from vLLM: at admission only the whole prompt's room is asked for.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 
 from policies.engine.promised_queue import PromisedQueue, Waiting
 from policies.engine.standing_plan import StandingPlan
+from policies.router.tiers import NOTHING, Load
 from policies.types import Left, Paced, Phase, RequestView, StepPlan
 from simulator.batch import Batch, Rows
 from simulator.metrics import EngineTotals
 from simulator.prefix_cache import PrefixCache
 from simulator.requests import Request
+from simulator.tier import Tier
 
 
 @dataclass(slots=True)
@@ -57,8 +59,12 @@ class Scheduler:
         ordered: bool,
         totals: EngineTotals,
         kept_fraction: float = 0.0,
+        tier: Tier | None = None,
+        pace_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """Args:
+        tier: from which prefixes are loaded, if there is one.
+        pace_s: seconds in which a prompt token is read, as far as that is known.
         watermark_blocks: kept free when a request starts beside others.
         ordered: whether the queue goes by promises, not as requests came.
         totals: where recomputed tokens are counted.
@@ -69,12 +75,13 @@ class Scheduler:
         self.waiting: PromisedQueue[Request] = PromisedQueue()
         self.departed = 0
         self._slots, self._watermark_blocks, self._ordered = slots, watermark_blocks, ordered
-        self._totals = totals
+        self._totals, self._tier, self._pace_s = totals, tier, pace_s
+        self._loading: dict[Request, float] = {}  # until when, in order of their begin
         self._head: tuple[RequestView, ...] | None = ()
 
     def __len__(self) -> int:
         """Requests that run or wait."""
-        return len(self.batch) + len(self.waiting)
+        return len(self.batch) + len(self.waiting) + len(self._loading)
 
     def add(self, request: Request, now_s: float, left: Left) -> None:
         """left: of its answer, as far as that is known."""
@@ -141,8 +148,8 @@ class Scheduler:
         """All requests, oldest first: they keep their tokens, but no KV."""
         running = [self.batch.preempt() for _ in range(len(self.batch))][::-1]
         self._note_lost(running)
-        held = running + [one.item for one in self.waiting]
-        self.waiting, self._head = PromisedQueue(), ()
+        held = running + [*self._loading] + [one.item for one in self.waiting]
+        self.waiting, self._loading, self._head = PromisedQueue(), {}, ()
         return held
 
     def take(self, request: Request) -> bool:
@@ -154,6 +161,8 @@ class Scheduler:
             self.departed += 1
         elif waiting is not None:
             self.waiting.remove(waiting)
+        elif self._loading.pop(request, None) is not None:
+            request.cached_tokens = 0
         else:
             return False
         self._head = None
@@ -167,6 +176,8 @@ class Scheduler:
             self._preempt(step, self.batch.make_room(budget))
             step.decoding, step.decodes, step.kv_tokens = self.batch.decode(budget)
             budget = plan.budget(step.decodes) - step.decodes
+        if self._loading:
+            self._take_loaded(now_s)
         if plan.phase is not Phase.DECODE:
             budget = self._continue_prompts(step, budget, standing.held)
             if not step.preempted:
@@ -225,24 +236,55 @@ class Scheduler:
                 return
             self.waiting.pop()
             self._head = None
-            self._find_prefix(request, now_s)
+            if not self._find_prefix(request, now_s):
+                continue
             if request.started_s is None:
                 request.started_s = now_s
             self.batch.admit(request)
             step.started += 1
             budget -= self._compute(step, len(self.batch) - 1, budget)
 
-    def _find_prefix(self, request: Request, now_s: float) -> None:
-        if request.session is not None:
-            self.prefixes.now_s = now_s
-            self._shrink_prefixes()
-            request.cached_tokens = self.prefixes.take(request)
+    def _find_prefix(self, request: Request, now_s: float) -> bool:
+        """False where it has to wait until a part of its prompt is loaded."""
+        if request.session is None or request.loaded_tokens and request.cached_tokens:  # what was loaded has come
+            return True
+        self.prefixes.now_s = now_s
+        self._shrink_prefixes()
+        load = self.load(request, now_s)
+        request.cached_tokens, request.loaded_tokens = self.prefixes.take(request) + load.tokens, load.tokens
+        if self._tier is None or not load.parts:
+            return True
+        self._loading[request] = self._tier.begin(request, load, now_s)
+        return False
+
+    def load(self, request: Request, now_s: float, prompt_token_s: float | None = None) -> Load:
+        """What it would load from beyond the GPU.
+
+        Args:
+            prompt_token_s: seconds in which a prompt token is read, where the engine does not know.
+        """
+        if self._tier is None or request.session is None:
+            return NOTHING
+        pace_s = self._pace_s()
+        pace_s = prompt_token_s if pace_s is None else pace_s
+        return self._tier.load(request, self.prefixes.known_tokens(request), now_s, pace_s)
+
+    def _take_loaded(self, now_s: float) -> None:
+        """Those whose prompts have been loaded start before all others."""
+        come = [request for request, ready_s in self._loading.items() if ready_s <= now_s]
+        for request in reversed(come):
+            del self._loading[request]
+            unread_tokens = request.view().prefill_tokens
+            self.waiting.put_back(Waiting(request, arrival_s=request.arrival_s, unread_tokens=unread_tokens))
+            self._head = None
 
     def finish(self, now_s: float) -> list[Request]:
         """Take out what has all its tokens; what it had computed may be found until others need the room."""
         finished, self.prefixes.now_s = self.batch.finish(now_s), now_s
         for request in finished:
             self.prefixes.keep(request, request.prompt_tokens + request.output_tokens)
+            if self._tier is not None:
+                self._tier.keep(request, request.prompt_tokens + request.output_tokens)
         self._shrink_prefixes()
         self.departed += len(finished)
         return finished

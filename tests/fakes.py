@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from policies.router.tickets import Ticket
-from router.cached_blocks import BlockChanges, BlockHashes, BlockHashing
+from router.cached_blocks import BlockChanges, BlockHashes, BlockHashing, Tier
 from router.codec import Output, Recovery, RequestSize
 from router.trail import TraceHeaders
 from router.wire import Buffer
@@ -70,6 +70,7 @@ class FakeOutput(msgspec.Struct):
     finish_reason: str | None = None
     cache: dict[str, int] | None = None
     hits: int | None = None
+    loaded: int = 0
 
 
 class FakeBatch(msgspec.Struct):
@@ -139,6 +140,10 @@ class FakeCodec:
         assert isinstance(output, FakeOutput)
         return output.hits
 
+    def loaded_tokens(self, output: Output) -> int:
+        assert isinstance(output, FakeOutput)
+        return output.loaded
+
     def encode_request(self, request: FakeRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
 
@@ -204,6 +209,7 @@ class FakeCache:
         self.blocks: set[int] = set()
         self.asked: list[int | None] = []  # since when
         self.sequence = 0
+        self.tiers: tuple[Tier, ...] = ()  # what lies there has a name of its own among the blocks
         self._told: set[int] = set()
 
     def changes(self, since: int | None) -> BlockChanges:
@@ -215,7 +221,7 @@ class FakeCache:
             self.sequence += 1
         self._told = set(self.blocks)
         packed = (array("Q", sorted(hashes)).tobytes() for hashes in (added, removed))
-        return BlockChanges(since, self.sequence, self.hashing, *packed)
+        return BlockChanges(since, self.sequence, self.hashing, *packed, tiers=self.tiers)
 
 
 class FakeEngine:

@@ -18,13 +18,17 @@ os.environ.update({"VLLM_LOGGING_LEVEL": "ERROR", **{k: v for k, v in cpu_env().
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -44,6 +48,7 @@ TIMES = StepTimes(
 STOP_TOKEN = 9
 FIRST_TOKEN = 1000
 EMPTY_STEP_S = 0.001
+LOAD_BYTES, LOAD_S = 1 << 20, 0.001  # of every load from a tier, whatever it brings
 
 init_none_hash(sha256)
 
@@ -299,6 +304,19 @@ class VirtualEngine:
         self._queue.append((output, sampled, self._device_free_s))
         return bool(output.total_num_scheduled_tokens)
 
+    def moved(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        """What vLLM's offloading is to store and load is there at the end of the step."""
+        wanted = output.kv_connector_metadata
+        if not isinstance(wanted, OffloadingConnectorMetadata):
+            return None
+        done = OffloadingWorkerMetadata()
+        for job_id in (*wanted.load_jobs, *wanted.store_jobs):
+            done.mark_completed(job_id)
+        for _ in wanted.load_jobs:
+            done.transfer_stats.load.record(LOAD_BYTES, LOAD_S)
+        came = {job.req_id for job in wanted.load_jobs.values()}
+        return KVConnectorOutput(finished_recving=came, kv_connector_worker_meta=done)
+
     def _tokens(self, request: Request, drafted: int) -> list[int]:
         """Those that a step samples which has just been scheduled; past the end, anything."""
         first = request.num_computed_tokens - request.num_prompt_tokens - drafted
@@ -328,6 +346,7 @@ class VirtualEngine:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
+            kv_connector_output=self.moved(output),
         )
         for outputs in self.scheduler.update_from_output(output, made).values():
             for one in outputs.outputs:

@@ -74,6 +74,9 @@ class NullCodec:
     def cached_tokens(self, output: Output) -> int | None:
         return None
 
+    def loaded_tokens(self, output: Output) -> int:
+        return 0
+
     def encode_request(self, request: NullRequest) -> Sequence[Buffer]:
         return [msgspec.msgpack.encode(request)]
 

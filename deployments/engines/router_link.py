@@ -70,6 +70,7 @@ class BlockReports:
         changes = await self._engine.cached_blocks(self._blocks.sequence)
         if changes is None:
             return
+        is_news = changes.is_news or changes.tiers != self._blocks.tiers
         self._blocks.apply(changes)
         for link in links:
             link.knows_blocks &= changes.since is not None and not link.lags
@@ -77,6 +78,6 @@ class BlockReports:
                 self.due.set()
                 continue
             for piece in [changes] if link.knows_blocks else self._blocks.whole():
-                if piece.is_news:
+                if piece.is_news or is_news:
                     link.send(wire.Kind.BLOCKS, [msgspec.msgpack.encode(piece)])
             link.knows_blocks = True

@@ -162,7 +162,11 @@ class FrontEnd:
             "bin_edges_tokens": _as_json(clients.classifier.bin_edges),
             "bucket_edges_tokens": _as_json(clients.classifier.bucket_edges),
             # Other routers have memories of their own.
-            "prefixes": {"entries": clients.classifier.prefixes.entries, "hit_tokens": self.metrics.hits},
+            "prefixes": {
+                "entries": clients.classifier.prefixes.entries,
+                "hit_tokens": self.metrics.hits,
+                **({"loaded_tokens": loads} if (loads := self.metrics.loads) else {}),
+            },
             "sessions": _of_sessions(clients.classifier.sessions),
             **({} if reading is None else {"prefill": _pool(reading, engines)}),
             "parts": parts_of_router(config),

@@ -81,6 +81,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "prefixes-beyond": beyond.beyond,
     "kept": kept.kept,
     "tasks": tasks.tasks,
+    "tiers": prefixes.tiers,
     "batches": batches.batches,
 }
 

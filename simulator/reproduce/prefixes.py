@@ -7,6 +7,8 @@ Every system is Sluice but for its placement, on engines with a block cache each
     session affinity     where most of the prompt is cached, however long the queue; else the least work
     first token          the default: seconds until the first token, queue and hit in one price
 
+`tiers` gives each engine memory beyond its GPU besides, from which prompts are loaded where reading takes longer.
+
 Sessions of agents start as a Poisson stream, then go by their own clocks. What they had before `WARM_UP_S` is served,
 and not counted. Answers are cut: this is about reading, and most steps would decode a few requests.
 """
@@ -31,6 +33,7 @@ from simulator.report import Target
 from simulator.reproduce.common import Setting, table
 from simulator.reproduce.goodput import ENGINE
 from simulator.requests import Request
+from simulator.tier import TierConfig
 from simulator.workload import Workload
 
 TARGET = Target(ttft_s=5.0, tpot_s=0.1)
@@ -47,6 +50,12 @@ PLACEMENTS = {
     "session affinity": "session_affinity",
     "first token": "soonest_first_token",
 }
+# Of each engine, in tokens: half a terabyte at 131 072 bytes of Llama-3.1-8B's cache.
+TIER_TOKENS = 4_000_000
+_TOKEN_BYTES = 131_072
+# Seconds to load a token, by the bytes of a second: PCI Express 5.0 has 63 GB/s a direction on the 16 lanes of an H100,
+# of which copies get four fifths; fast disks have 5 to 7 GB/s.
+TIERS: Mapping[str, float | None] = {"none": None, "50 GB/s": _TOKEN_BYTES / 50e9, "5 GB/s": _TOKEN_BYTES / 5e9}
 _LEAST_REQUESTS = 5  # of a session
 _MOST_TOKENS = 200_000  # of a prompt
 _MOONCAKE_BLOCK = 512
@@ -58,13 +67,16 @@ class Job(NamedTuple):
     replicas: int
     cache_tokens: int
     placement: str
+    tier: str = "none"
 
 
 class Found(NamedTuple):
     """Attributes:
     requests: that were counted.
     mean_s, p99_s: until the first token.
-    hits: tokens found in caches, of those that an endless cache for all would hold.
+    hits: tokens found in caches or tiers, of those that an endless cache for all would hold.
+    loaded: those of them that were loaded from tiers, likewise.
+    read_again: tokens that were read though they had been read before.
     in_time: share of the requests that kept `TARGET`.
     """
 
@@ -72,6 +84,8 @@ class Found(NamedTuple):
     mean_s: float
     p99_s: float
     hits: float
+    loaded: float
+    read_again: int
     in_time: float
 
 
@@ -92,10 +106,29 @@ def prefixes(setting: Setting) -> list[str]:
     return table((*heading, "mean s", "p99 s", "hits", "in time"), rows)
 
 
+def tiers(setting: Setting) -> list[str]:
+    """Sessions of agents on 4 replicas, with and without memory beyond the GPU: first token, hits, read twice."""
+    load = LOADS["agents"][1]
+    jobs = [
+        Job("agents", load, min(REPLICAS), cache_tokens, placement, tier)
+        for cache_tokens, placement, tier in product(CACHES, ("least work", "session affinity", "first token"), TIERS)
+    ]
+    files, rows = {"agents": str(setting.file("agents"))}, []
+    for job, found in zip(jobs, setting.each(partial(measured, files), jobs), strict=True):
+        hits = (f"{found.hits - found.loaded:.2f}", f"{found.loaded:.2f}", f"{found.read_again / 1e6:.1f}")
+        rows.append((job.cache_tokens, job.tier, job.placement, f"{found.mean_s:.2f}", f"{found.p99_s:.2f}", *hits))
+    heading = ("cache", "tier", "placement", "mean s", "p99 s", "GPU hits", "tier hits", "read twice, millions")
+    return table(heading, rows)
+
+
 def measured(files: Mapping[str, str], job: Job) -> Found:
     """One run."""
     work = _traffic(files[job.traffic], job.traffic, job.load * job.replicas / min(REPLICAS))
-    engine = EngineConfig(total_blocks=job.cache_tokens // EngineConfig().block_size)
+    token_s = TIERS[job.tier]
+    engine = EngineConfig(
+        total_blocks=job.cache_tokens // EngineConfig().block_size,
+        tier=None if token_s is None else TierConfig(tokens=TIER_TOKENS, token_s=token_s),
+    )
     config = system(
         "sluice",
         engine_profile(ENGINE),
@@ -111,11 +144,14 @@ def _found(requests: Sequence[Request]) -> Found:
     counted = [each for each in requests if each.arrival_s >= WARM_UP_S]
     ttft_s = np.array([each.ttft_s for each in counted])
     reusable = sum(each.reusable_tokens for each in counted)
+    known = sum(each.cached_tokens for each in counted)
     return Found(
         requests=len(counted),
         mean_s=float(ttft_s.mean()),
         p99_s=float(np.quantile(ttft_s, 0.99)),
-        hits=sum(each.cached_tokens for each in counted) / reusable,
+        hits=known / reusable,
+        loaded=sum(each.loaded_tokens for each in counted) / reusable,
+        read_again=reusable - known,
         in_time=float(np.mean([TARGET.met(each) for each in counted])),
     )
 

@@ -6,8 +6,19 @@ from collections.abc import Iterable
 
 import pytest
 
+from policies.router.cached_prefix import LayerGroup
+from policies.router.tiers import Load
 from router import cached_blocks
-from router.cached_blocks import ON_THE_WAY_S, BlockChanges, BlockHashing, BlockSet, CachedBlocks
+from router.cached_blocks import (
+    ON_THE_WAY_S,
+    BlockChanges,
+    BlockHashing,
+    BlockSet,
+    CachedBlocks,
+    Tier,
+    group_mark,
+    tier_mark,
+)
 from router.metrics import RouterMetrics
 from tests.fakes import ManualClock
 
@@ -156,3 +167,101 @@ def test_a_piece_without_those_before_it_is_a_gap(monkeypatch: pytest.MonkeyPatc
     sender.apply(whole(range(25), 3))
     _, second, _ = sender.whole()
     assert not BlockSet().apply(second)
+
+
+HOST, DISK, STORE = Tier("CPU", 1e-4), Tier("STORAGE", 5e-4), Tier("STORE", 2e-4, is_shared=True)
+READ_S = 1e-3
+
+
+def lying_in(tier: Tier, hashes: Iterable[int]) -> list[int]:
+    return [each ^ tier_mark(tier.name) for each in hashes]
+
+
+def tiered(hashes: Iterable[int], *tiers: Tier, prompt_token_s: float | None = None) -> BlockChanges:
+    return BlockChanges(None, 1, HASHING, packed(hashes), tiers=tiers, prompt_token_s=prompt_token_s)
+
+
+def loads(known: Known, prompt_tokens: int = 105, hashing: BlockHashing = HASHING) -> dict[str, Load]:
+    hits = known.hits(prompt_tokens, hashing)
+    return dict(known.loads(PROMPT, prompt_tokens, hashing, hits, READ_S))
+
+
+def parts(load: Load) -> dict[str, int]:
+    return {part.tier: part.tokens for part in load.parts}
+
+
+def test_a_tier_goes_on_where_the_gpu_ends() -> None:
+    known = Known()
+    known.apply("a", tiered([100, 101, *lying_in(HOST, [101, 102, 103, 105])], HOST))
+    known.apply("b", whole([100]))
+    assert known.hits() == {"a": 20, "b": 10}
+    assert {each: parts(load) for each, load in loads(known).items()} == {"a": {"CPU": 20}}
+
+
+def test_a_farther_tier_goes_on_where_a_nearer_one_ends() -> None:
+    known = Known()
+    stored = [*lying_in(HOST, [101, 102]), *lying_in(DISK, [102, 103, 104])]
+    known.apply("a", tiered([100, *stored], HOST, DISK))
+    (load,) = loads(known).values()
+    assert parts(load) == {"CPU": 20, "STORAGE": 20}
+    assert load.saved_tokens == 40 - 2 - 10
+
+
+def test_a_shared_store_has_what_any_replica_put_there() -> None:
+    known = Known()
+    known.apply("a", tiered(lying_in(STORE, [100, 102]), STORE))
+    known.apply("b", tiered(lying_in(STORE, [101]), STORE))
+    known.apply("c", tiered([], HOST))
+    assert {each: parts(load) for each, load in loads(known).items()} == {"a": {"STORE": 30}, "b": {"STORE": 30}}
+    known.forget("b")
+    assert {each: parts(load) for each, load in loads(known).items()} == {"a": {"STORE": 10}}
+
+
+def test_a_prompt_that_lies_in_a_tier_as_a_whole_is_loaded_as_a_whole() -> None:
+    known = Known()
+    known.apply("a", tiered(lying_in(HOST, PROMPT), HOST))
+    assert [parts(loads(known, tokens)["a"]) for tokens in (105, 100, 99)] == [{"CPU": 100}, {"CPU": 100}, {"CPU": 90}]
+
+
+def test_where_reading_is_faster_nothing_is_loaded() -> None:
+    known = Known()
+    stored = lying_in(DISK, PROMPT)
+    known.apply("a", tiered(stored, DISK, prompt_token_s=4e-4))
+    known.apply("b", tiered(stored, DISK, prompt_token_s=6e-4))
+    known.apply("c", tiered(stored, DISK))
+    assert set(loads(known)) == {"b", "c"}
+
+
+def test_what_a_replica_loads_already_is_waited_for() -> None:
+    known = Known()
+    known.apply("a", tiered(lying_in(HOST, PROMPT), Tier("CPU", 1e-4, waiting_s=0.05)))
+    assert loads(known)["a"].read_tokens == 50 + 10
+    known.clock.advance_to(100.03)
+    assert loads(known)["a"].read_tokens == 20 + 10
+    known.sent("a", [], loads(known)["a"])
+    assert loads(known)["a"].read_tokens == 30 + 10
+    known.clock.advance_to(100.2)
+    assert loads(known)["a"].read_tokens == 10
+
+
+def test_chunks_of_several_blocks_go_by_the_name_of_their_last() -> None:
+    known = Known()
+    known.apply("a", tiered([100, *lying_in(HOST, [101, 103, 107])], Tier("CPU", 1e-4, chunk_blocks=2)))
+    assert parts(loads(known)["a"]) == {"CPU": 30}
+
+
+def test_layers_with_a_window_need_the_end_of_a_load_alone() -> None:
+    hashing = BlockHashing(10, "sha256", b"root", groups=(LayerGroup(), LayerGroup(ids=(1,), window=2)))
+    in_window = [each ^ group_mark(1) for each in (104, 105)]
+    known = Known()
+    stored = lying_in(HOST, [*PROMPT[:8], *in_window])
+    known.apply("a", BlockChanges(None, 1, hashing, packed(stored), tiers=(HOST,)))
+    assert parts(loads(known, hashing=hashing)["a"]) == {"CPU": 60}
+
+
+def test_a_set_is_told_with_its_tiers() -> None:
+    told, heard = BlockSet(), Known()
+    told.apply(tiered(lying_in(HOST, [100]), HOST, prompt_token_s=2e-3))
+    for piece in told.whole():
+        heard.apply("a", piece)
+    assert parts(loads(heard)["a"]) == {"CPU": 10}

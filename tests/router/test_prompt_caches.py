@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from policies.router.tiers import Load, Loadable
 from router import cached_blocks, prompt_caches
-from router.cached_blocks import BlockHashing
+from router.cached_blocks import BlockHashing, Tier, tier_mark
+from router.metrics import RouterMetrics
 from tests.fakes import FakeCache, FakeCodec, FakeRequest
 from tests.router.service import FrontEnd, Replica, Service, request
 from tests.waiting import until, until_async
@@ -177,3 +179,34 @@ async def test_a_long_prompt_is_hashed_beside_the_event_loop(service: Service, m
     for prompt in (PROMPT, PROMPT[:-1]):
         await front_end.client.caches.sized(request(3, prompt=prompt))
     assert [name == threading.main_thread().name for name in threads] == [False, True]
+
+
+async def test_a_request_goes_where_its_prompt_is_loaded_sooner_than_it_is_read(service: Service) -> None:
+    _, (holder, cache), _ = await caching(service, 3)
+    fill(cache)
+    cache.blocks = {each ^ tier_mark("CPU") for each in cache.blocks}
+    cache.tiers = (Tier("CPU", 1e-4),)
+    front_end = await service.front_end(prefill_s=1e-3)
+    await hits_are(front_end, r0=0, r1=36, r2=0)
+    await service.finish([await front_end.ask(request(3, prompt=PROMPT))])
+    assert [replica.engine.taken for replica in service.replicas] == [0, 1, 0]
+    assert front_end.count("predicted_hit_tokens_total", slo_class="standard", replica="r1") == 40
+
+
+async def test_what_is_read_as_fast_draws_nothing(service: Service) -> None:
+    _, (holder, cache) = await caching(service, 2)
+    fill(cache)
+    cache.blocks = {each ^ tier_mark("STORAGE") for each in cache.blocks}
+    cache.tiers = (Tier("STORAGE", 1e-3),)
+    front_end = await service.front_end(prefill_s=1e-3)
+    await hits_are(front_end, r0=0, r1=0)
+    assert not (await front_end.client.caches.sized(request(1, prompt=PROMPT))).loads
+
+
+def test_loads_are_counted_by_tier_the_nearest_first() -> None:
+    metrics = RouterMetrics()
+    host, disk = (Loadable(tier=tier, tokens=40, token_s=1e-4) for tier in ("CPU", "STORAGE"))
+    metrics.note_loads("standard", Load(parts=(host, disk)), 60)
+    metrics.note_loads("standard", Load(parts=(host,)), 50)
+    metrics.note_loads("standard", Load(), 0)
+    assert metrics.loads == {"CPU": 80, "STORAGE": 20, "unknown": 10}

@@ -365,6 +365,8 @@ def test_goodput_is_counted_per_gpu_of_each_replica(tmp_path: Path, engine: str)
         (("plan", "--price", "cheap"), "ENGINE=NUMBER"),
         (("plan", "--price", "other=3"), "not planned with"),
         (("plan", "--price", f"{L40S}=nan", "--engine", L40S), "prices must be at least 0"),
+        (("plan", "--offload-gb", "0"), "--offload-gb must be positive"),
+        (("simulate", "--offload-gb", "1", "--offload-gb-per-s", "nan"), "--offload-gb-per-s must be positive"),
         (("plan", "--load", "nan"), "loads must be positive"),
         (("plan", "--replicas", "0"), "must be positive"),
         (("plan", "--systems", "magic"), "unknown system"),

@@ -108,3 +108,12 @@ def test_every_placement_is_measured(tmp_path: Path, placement: str) -> None:
     file.write_bytes(gzip.compress(AGENTS.encode()))
     found = prefixes.measured({"agents": str(file)}, Job("agents", 0.02, 4, 400_000, placement))
     assert found.requests > 50 and 0.0 < found.mean_s <= found.p99_s and 0.0 <= found.hits <= 1.0
+
+
+@pytest.mark.parametrize("tier", prefixes.TIERS)
+def test_every_tier_is_measured(tmp_path: Path, tier: str) -> None:
+    file = tmp_path / "agents.csv.gz"
+    file.write_bytes(gzip.compress(AGENTS.encode()))
+    found = prefixes.measured({"agents": str(file)}, Job("agents", 0.02, 4, 60_000, "first token", tier))
+    assert (found.loaded > 0) == (tier != "none")
+    assert found.loaded <= found.hits <= 1.0 and found.read_again >= 0

@@ -129,6 +129,10 @@ class OpenAiCodec:
         """Unknown: a server says it with the last output, if at all."""
         return None
 
+    def loaded_tokens(self, output: Output) -> int:
+        """Servers do not say."""
+        return 0
+
     def encode_request(self, request: ServerRequest) -> Sequence[Buffer]:
         return [self._encoder.encode(request)]
 

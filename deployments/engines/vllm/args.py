@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from vllm.config import VllmConfig
+from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.utils.api_utils import process_lora_modules
 from vllm.lora.request import LoRARequest
@@ -26,6 +26,8 @@ except ModuleNotFoundError:  # vLLM 0.33
 from deployments.config.vllm_args import DATA_PARALLEL, why_refused
 from deployments.config.yaml_text import load_yaml
 from policies.errors import ConfigError
+
+TIERED = ("OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "MultiConnector")
 
 
 class _Refusing(FlexibleArgumentParser):
@@ -109,12 +111,23 @@ def generating_config(args: Namespace) -> VllmConfig:
     Raises:
         ConfigError: it embeds, classifies or scores.
     """
-    config = engine_config(AsyncEngineArgs.from_cli_args(args))
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if engine_args.kv_events_config is None and _has_tiers(engine_args):  # vLLM says only then what lies there
+        engine_args.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    config = engine_config(engine_args)
     if config.model_config.runner_type == "pooling":
         raise ConfigError(
             f"{config.model_config.model} is a pooling model, and Sluice serves models that generate text"
         )
     return config
+
+
+def _has_tiers(engine_args: AsyncEngineArgs) -> bool:
+    """Whether it keeps KV caches beyond the GPU whose blocks go by vLLM's own hashes. LMCache has hashes of its own."""
+    if engine_args.kv_offloading_size is not None:
+        return engine_args.kv_offloading_backend == "native"
+    transfer = engine_args.kv_transfer_config
+    return transfer is not None and transfer.kv_connector in TIERED
 
 
 def kv_layout(config: VllmConfig) -> str:

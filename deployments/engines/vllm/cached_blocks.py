@@ -3,6 +3,8 @@
 vLLM (0.32) can publish events of its cache, and they do not say what it holds: of two blocks with one hash the first
 that goes is told as removed, while the other is still found. Events cost a copy of the block's tokens besides. So the
 table that the cache itself looks up notes which of its hashes have changed; what it holds of those is read when asked.
+What tiers beyond the GPU hold is told with it (`cached_tiers`). Of a hash the last 8 bytes are kept, of which vLLM's
+events make their integers.
 """
 
 import sys
@@ -12,6 +14,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+import msgspec
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -19,12 +22,15 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.request import Request
 
 from deployments.engines.features import IN_WORDS, Feature, why_off
+from deployments.engines.vllm.cached_tiers import TierTable, note_tiers, tier_table
 from deployments.engines.vllm.causes import causes_of_scheduler
 from deployments.engines.vllm.layer_groups import layer_groups
+from policies.types import Paced
 from router.cached_blocks import HASH_BYTES, PIECE_BYTES, BlockHashes, BlockHashing, group_mark
 
 _GROUP_BYTES, _FIRST_GROUP = 4, bytes(4)  # which end a key of vLLM's table
 MAX_NOTED = PIECE_BYTES // HASH_BYTES  # what has changed beyond is told with all the rest
+NO_TIERS = TierTable()
 _sequences = count(1)  # one series for all tables: a reset makes a new one, which continues none
 
 
@@ -48,25 +54,33 @@ class NotingBlocks(BlockHashToBlockMap):
         if len(self._touched) < MAX_NOTED:
             self._touched.add(key)
 
-    def changes(self, since: int | None) -> dict[str, Any]:
-        """Since that sequence number, or all; of `router.cached_blocks.BlockChanges` all but the hashing."""
+    def changes(self, since: int | None, tiers: TierTable) -> dict[str, Any]:
+        """Since that sequence number, or all; of `router.cached_blocks.BlockChanges` what is known of blocks."""
         added: Iterable[bytes]
         removed: Iterable[bytes]
-        if since != self._sequence or len(self._touched) >= MAX_NOTED:
-            since, added, removed = None, self._cache, ()
+        if since != self._sequence or len(self._touched) >= MAX_NOTED or not tiers.is_noted:
+            since, added, removed, stored, dropped = None, self._cache, (), tiers.whole(), b""
         else:
             added = [key for key in self._touched if key in self._cache]
             removed = [key for key in self._touched if key not in self._cache]
-        if self._touched or since is None:
+            stored, dropped = tiers.changes()
+        packed = _packed(added) + stored, _packed(removed) + dropped
+        if self._touched or tiers.has_changed or since is None:
             self._touched, self._sequence = set(), next(_sequences)
-        return {"since": since, "sequence": self._sequence, "added": _packed(added), "removed": _packed(removed)}
+            tiers.told()
+        return {"since": since, "sequence": self._sequence, "added": packed[0], "removed": packed[1]}
 
 
 def _packed(keys: Iterable[bytes]) -> bytes:
     return b"".join(
-        key[:HASH_BYTES] if key[-_GROUP_BYTES:] == _FIRST_GROUP else _marked(key[:HASH_BYTES], key[-_GROUP_BYTES:])
+        _last_bytes(key) if key[-_GROUP_BYTES:] == _FIRST_GROUP else _marked(_last_bytes(key), key[-_GROUP_BYTES:])
         for key in keys
     )
+
+
+def _last_bytes(key: bytes) -> bytes:
+    """Of the hash in a key."""
+    return key[-_GROUP_BYTES - HASH_BYTES : -_GROUP_BYTES]
 
 
 def _marked(block: bytes, group: bytes) -> bytes:
@@ -77,15 +91,30 @@ def _marked(block: bytes, group: bytes) -> bytes:
 def note_cached_blocks() -> None:
     """From now on in every prefix cache that vLLM makes."""
     block_pool.BlockHashToBlockMap = NotingBlocks
+    note_tiers()
 
 
 def core_blocks(core: Any, since: int | None) -> dict[str, Any] | str:
     """Engine-core utility `sluice_blocks`: a `router.cached_blocks.BlockChanges`, or why there is none."""
     if why := why_off(Feature.EXACT_HITS, causes_of_scheduler(core.scheduler)):
         return ", ".join(IN_WORDS[each] for each in why)
-    cache = core.scheduler.kv_cache_manager
+    cache, beyond = core.scheduler.kv_cache_manager, tier_table(core.scheduler)
     hashing = block_hashing(cache.coordinator, core.vllm_config.cache_config.prefix_caching_hash_algo)
-    return {**cache.block_pool.cached_block_hash_to_block.changes(since), "hashing": hashing}
+    table = cache.block_pool.cached_block_hash_to_block
+    if beyond is None:
+        return {**table.changes(since, NO_TIERS), "hashing": hashing}
+    changes, tiers = (
+        table.changes(since, beyond),
+        [msgspec.structs.asdict(tier) for tier in beyond.tiers(core.scheduler)],
+    )
+    return {**changes, "hashing": hashing, "tiers": tiers, "prompt_token_s": _pace_s(core.scheduler)}
+
+
+def _pace_s(scheduler: Any) -> float | None:
+    """Seconds in which it reads a prompt token, as far as its policy knows."""
+    planner = getattr(scheduler, "planner", None)
+    policy = None if planner is None else planner.policy
+    return policy.seconds_per_prompt_token if isinstance(policy, Paced) else None
 
 
 def block_hashing(coordinator: Any, algorithm: str) -> dict[str, Any]:
@@ -114,4 +143,4 @@ def request_block_hashes(asked: EngineCoreRequest, hashing: BlockHashing) -> Blo
     tokens = request.all_token_ids[: hashing.block_tokens]
     request.block_hashes.append(kv_cache_utils.hash_block_tokens(hash_function, hashing.root, tokens, extra_keys))
     rest = kv_cache_utils.get_request_block_hasher(hashing.block_tokens, hash_function)(request)
-    return array("Q", b"".join(each[:HASH_BYTES] for each in (request.block_hashes[0], *rest)))
+    return array("Q", b"".join(each[-HASH_BYTES:] for each in (request.block_hashes[0], *rest)))

@@ -130,6 +130,9 @@ class VllmCodec:
     def cached_tokens(self, output: Any) -> int | None:
         return None if output.prefill_stats is None else output.prefill_stats.num_cached_tokens
 
+    def loaded_tokens(self, output: Any) -> int:
+        return 0 if output.prefill_stats is None else int(output.prefill_stats.num_external_cached_tokens)
+
     def encode_request(self, request: EngineCoreRequest) -> Sequence[Buffer]:
         return self._encoder.encode(request)
 

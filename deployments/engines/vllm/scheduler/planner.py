@@ -15,11 +15,13 @@ from vllm.v1.request import Request, RequestStatus
 
 from deployments.engines.features import Feature, why_off
 from deployments.engines.vllm.causes import passing_causes
+from deployments.engines.vllm.scheduler.loads import Loads
 from deployments.engines.vllm.scheduler.media import encoded, encodes_media
 from deployments.engines.vllm.scheduler.queue import PromiseQueue
 from deployments.engines.vllm.scheduler.snapshot import Snapshot, SnapshotTaker, prompts_in_progress
 from deployments.engines.vllm.scheduler.steps import StepAccount
 from deployments.engines.vllm.scheduler.telemetry import Telemetry
+from policies.engine.promised_queue import Waiting
 from policies.engine.standing_plan import StandingPlan
 from policies.live import Live
 from policies.router.credit import MemoryBound
@@ -68,15 +70,19 @@ class Planner:
         self._taker = SnapshotTaker(scheduler, self._whole_budget, cuts_prompts=cuts_prompts)
         self._account = StepAccount(scheduler.clock.now())
         self._standing: StandingPlan[Request] | None = None
-        self.queue = PromiseQueue(
-            lambda request: self._taker.waiting(request, scheduler.clock.now(), self._answers, self._media_price),
-            scheduler.late_patience_s,
-        )
+        self._loads = Loads(scheduler)
+        self.queue = PromiseQueue(self._waiting, scheduler.late_patience_s)
         self._chunks: tuple[Request, ...] = ()  # requests in the middle of their prompt before the step
         self._context_tokens: float | None = None  # mean of those that decode, where a snapshot has told
         self._told_context_tokens = 0.0  # by the last one
         self._now_s: float = scheduler.clock.now()
         self._planned: StepPlan | None = None  # of the step that is being scheduled
+
+    def _waiting(self, request: Request) -> Waiting[Request]:
+        """As it stands in the queue. vLLM asks its connector of a new request only afterwards."""
+        waiting = self._taker.waiting(request, self._scheduler.clock.now(), self._answers, self._media_price)
+        waiting.unread_tokens = max(1, waiting.unread_tokens - self._loads.saved_tokens(request, self._pace))
+        return waiting
 
     def _goes_by(self, policy: BatchPolicy) -> None:
         self.policy = policy

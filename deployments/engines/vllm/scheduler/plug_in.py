@@ -29,6 +29,7 @@ from vllm.v1.request import Request, StreamingUpdate
 
 from deployments.config.scheduler import SchedulerSettings
 from deployments.engines.features import Cause, Feature, switched_off, why_off
+from deployments.engines.vllm.cached_tiers import tier_table
 from deployments.engines.vllm.causes import causes_of_scheduler, passing_causes
 from deployments.engines.vllm.request_metadata import comes_back
 from deployments.engines.vllm.scheduler.kept_blocks import KeptBlocks
@@ -227,6 +228,14 @@ class SluiceScheduler(AsyncScheduler):
         if self.planner is not None:
             self.planner.departs(session)
         super()._update_request_as_session(session, update)
+
+    def make_stats(
+        self, spec_decoding_stats: Any = None, kv_connector_stats: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        """vLLM calls this after every step, whether it logs statistics or not."""
+        if kv_connector_stats is not None and (tiers := tier_table(self)) is not None:
+            tiers.measured(kv_connector_stats.data)
+        return super().make_stats(spec_decoding_stats, kv_connector_stats, *args, **more)
 
     def _update_from_kv_xfer_finished(self, kv_connector_output: Any) -> None:
         """vLLM calls this where there is a KV connector."""

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.distributed.kv_events import EventPublisherFactory
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import get_hash_fn_by_name, sha256
@@ -31,6 +32,7 @@ from vllm.v1.request import Request
 
 from deployments.engines.vllm import cached_blocks
 from deployments.engines.vllm.cached_blocks import (
+    NO_TIERS,
     block_hashing,
     core_blocks,
     note_cached_blocks,
@@ -56,6 +58,7 @@ SHAPE: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float
 def noting() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_pool, "BlockHashToBlockMap", block_pool.BlockHashToBlockMap)  # which puts it back
+        patch.setattr(EventPublisherFactory, "create", EventPublisherFactory.create)
         note_cached_blocks()
         yield
 
@@ -188,10 +191,13 @@ def test_hits_of_several_kinds_of_layers_are_vllms_own_whatever_blocks_are_there
                 table.insert(make_block_hash_with_group_id(its_hash, group_id), held)
     known = CachedBlocks(ManualClock(), RouterMetrics())
     known.apply(
-        "r", msgspec.convert({**table.changes(None), "hashing": block_hashing(coordinator, "sha256")}, BlockChanges)
+        "r",
+        msgspec.convert(
+            {**table.changes(None, NO_TIERS), "hashing": block_hashing(coordinator, "sha256")}, BlockChanges
+        ),
     )
     assert known.hashing is not None
-    blocks = array("Q", b"".join(each[:8] for each in hashes))
+    blocks = array("Q", b"".join(each[-8:] for each in hashes))
     found = known.hit_tokens(blocks, tokens, known.hashing)["r"]
     assert found == coordinator.find_longest_cache_hit(hashes, tokens - 1)[1]
 
@@ -285,7 +291,7 @@ def test_a_router_hashes_prompts_as_engines_do_from_the_engines_root(
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of the engine's process")
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, function)
     request = asked(PROMPT, **more)
-    engines = [digest[:8] for digest in Request.from_engine_core_request(request, hasher).block_hashes]
+    engines = [digest[-8:] for digest in Request.from_engine_core_request(request, hasher).block_hashes]
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"of the router's process")
     hashing = BlockHashing(BLOCK, algorithm, b"of the engine's process")
     assert b"".join(each.to_bytes(8, "little") for each in request_block_hashes(request, hashing)) == b"".join(engines)

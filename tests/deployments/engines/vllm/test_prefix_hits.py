@@ -57,13 +57,13 @@ def engine() -> Iterator[VllmEngine]:
 class Router:
     """A routed client, and what it predicts of each prompt before it sends it."""
 
-    def __init__(self, name: str, store: MemoryStateStore) -> None:
+    def __init__(self, name: str, store: MemoryStateStore, step: StepCoefficients) -> None:
         self.metrics = RouterMetrics()
         classifier = Classifier(
             predictor=HistogramPredictor(),
             bins=MultiBin(MultiBinConfig()),
             terms=Live(TicketTerms()),
-            step_times=StepTimes(prefill=STEP, decode=STEP, mixed=STEP),
+            step_times=StepTimes(prefill=step, decode=step, mixed=step),
             shared_batch_size=4,
             default_output_tokens=16,
             metrics=self.metrics,
@@ -101,21 +101,21 @@ class Router:
 
 
 def asked(prompt: Sequence[int], **more: Any) -> EngineCoreRequest:
-    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.0)
     return request_of(*prompt, request_id=secrets.token_hex(8), sampling_params=params, **more)
 
 
 class Service:
     """The engine behind a relay, and routers."""
 
-    def __init__(self, engine: VllmEngine) -> None:
-        self.engine, self.store = engine, MemoryStateStore(MonotonicClock().now)
+    def __init__(self, engine: VllmEngine, step: StepCoefficients = STEP) -> None:
+        self.engine, self.store, self.step = engine, MemoryStateStore(MonotonicClock().now), step
         info = ReplicaInfo(replica_id="r", host="127.0.0.1", port=0, max_model_len=engine.max_model_len)
         self.relay = Relay(engine=engine, store=self.store, info=info, config=RelayConfig(heartbeat_s=0.2))
         self.routers: list[Router] = []
 
     async def router(self) -> Router:
-        made = Router(f"router{len(self.routers)}", self.store)
+        made = Router(f"router{len(self.routers)}", self.store, self.step)
         await made.client.start()
         self.routers.append(made)
         return made
