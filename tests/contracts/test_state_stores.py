@@ -21,6 +21,7 @@ from deployments.serving.embedded_redis import carried_server
 from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
 from policies.router.late import NEWEST, OLDEST
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
+from policies.router.sessions import Task, Turn
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
 from policies.router.turns import HALF_LIFE_S, band_of
 from predictor.learned import Scored
@@ -1310,7 +1311,17 @@ releases = st.tuples(st.just("release"), replica_ids, some_ids, leases, readings
 scores = st.builds(
     Scored, st.just("c"), st.just("m"), router_ids, st.sampled_from([0.5, -1.25]), st.just(7), st.booleans()
 )
-lengths = st.lists(st.builds(FinishedLength, router_ids, st.integers(0, 9), st.none() | scores), max_size=3)
+turns = st.builds(
+    Turn,
+    session=st.sampled_from(["s", "t"]),
+    began_s=quarters,
+    ended_s=quarters,
+    prompt_tokens=st.integers(0, 99),
+    task=st.none() | st.builds(Task, task_s=quarters, ends_by_s=quarters),
+)
+lengths = st.lists(
+    st.builds(FinishedLength, router_ids, st.integers(0, 9), st.none() | scores, st.none() | turns), max_size=3
+)
 # Often the moves of every day, seldom what empties tables.
 steps = st.one_of(
     enqueues,
