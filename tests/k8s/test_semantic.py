@@ -34,7 +34,7 @@ PASSWORD = "a-password.of_this~test"
 COMMANDS = Path(sys.executable).parent
 OBJECT_STORE_BYTES = 80 << 20
 # Ray gives its own parts 30 s to come up, which a busy machine may not keep; the kubelet then starts a container anew.
-CONTAINER_STARTS = 3
+CONTAINER_STARTS = 8
 # A pod sees its own processes only, and they end with it: a head that Ray gave up on leaves no GCS behind. The drain
 # script looks for its raylet among all that it sees.
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
