@@ -78,7 +78,7 @@ class ReplicaConnection:
                     self._answer(frame)
                 elif frame.kind is wire.Kind.BLOCKS:
                     on_blocks(self, msgspec.msgpack.decode(frame.parts[0], type=BlockChanges))
-                else:
+                elif frame.kind is not wire.Kind.PING:
                     raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
         except (OSError, asyncio.IncompleteReadError):
             return
@@ -94,6 +94,10 @@ class ReplicaConnection:
     def ask_for_blocks(self) -> None:
         """All that its prefix cache holds."""
         wire.write_frame(self._writer, wire.Kind.BLOCKS, [])
+
+    def ping(self) -> None:
+        """As `wire.ping`."""
+        wire.ping(self._writer)
 
     @property
     def is_closing(self) -> bool:

@@ -26,6 +26,7 @@ from policies.live import Live
 from policies.router.promise import NO_PROMISE, Promise
 from policies.router.tickets import Recall
 from predictor.learned import Foresight, Question
+from router import wire
 from router.accounting import Accounting
 from router.admission import Tenant
 from router.background import BackgroundTasks
@@ -87,6 +88,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         self.repeat(self._heartbeat, "heartbeat")
         self.repeat(self._exchange, "exchange")
         self.repeat(self._settle, "settle")
+        self.repeat(self._ping, "ping", pause_s=wire.PING_S)
         self.repeat(partial(look_for_lag, self.metrics.loop_lag_s.observe), "event loop", pause_s=0)
         core_wait = partial(look_for_core_wait, CoreWait(), self.metrics.core_wait_s.inc)
         self.repeat(core_wait, "core wait", pause_s=0)
@@ -228,6 +230,10 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if self.caches.have_a_say:  # replicas tell what they have cached to those that are connected
             self.connections.begin(self.snapshot.replicas)
         await self.queueing.look_after_waiting()
+
+    async def _ping(self) -> None:
+        for connection in self.connections.all_open:
+            connection.ping()
 
     async def _exchange(self) -> None:
         await self.classifier.exchange(self.store, self.clock.now())

@@ -31,12 +31,13 @@ import msgspec
 
 from policies.errors import ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 256 << 20  # a multimodal prompt's tensors travel in one frame
 STREAM_LIMIT_BYTES = 16 << 20  # that either end reads ahead
 MAX_HANDSHAKE_BYTES = 4096
 HANDSHAKE_TIMEOUT_S = 10.0
-PEER_TIMEOUT_S = 30  # whole seconds, as the kernel takes them
+PEER_TIMEOUT_S = 10  # whole seconds, as the kernel takes them
+PING_S = 4.0  # with it a silent peer is noticed within 15 s, whatever is under way
 
 _TOTAL = struct.Struct("<I")
 _HEAD = struct.Struct("<BI")
@@ -62,6 +63,8 @@ class Kind(IntEnum):
     BLOCKS = 7
     """replica -> router: what its prefix cache holds, at first all of it; one part, a msgpack
     `router.cached_blocks.BlockChanges`. router -> replica, without parts: tell all of it again."""
+    PING = 8
+    """either way, without parts: nothing, but the kernel of the peer's machine has to acknowledge it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +211,30 @@ def write_frame(writer: asyncio.StreamWriter, kind: Kind, parts: Sequence[Buffer
         writer.writelines(buffers)
 
 
+def ping(writer: asyncio.StreamWriter) -> None:
+    """To be called every PING_S: then something is under way soon after a peer has fallen silent, and what is not
+    acknowledged within PEER_TIMEOUT_S ends the connection.
+
+    Keepalive alone asks nothing while data is under way, and a write begins the kernel's count anew that follows after
+    some seconds of silence. No answer is read: a process that stands still on a machine that lives is no dead peer.
+    """
+    if not writer.transport.get_write_buffer_size():  # else more than a ping waits to be acknowledged
+        write_frame(writer, Kind.PING, [])
+
+
 def set_options(writer: asyncio.StreamWriter) -> None:
     """Send every step's tokens at once, and notice a lost peer.
 
     Nagle's algorithm would hold tokens back until the last ones are acknowledged. A peer that has vanished, or has read
-    nothing while its buffers are full, ends the connection within PEER_TIMEOUT_S.
+    nothing while its buffers are full, ends the connection within PEER_TIMEOUT_S of the last `ping`.
     """
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    probes = 3
+    probes, interval_s = 3, PEER_TIMEOUT_S // 5
     for option, value in (
         (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, PEER_TIMEOUT_S // 2),
-        (socket.TCP_KEEPINTVL, PEER_TIMEOUT_S // 2 // probes),
+        (socket.TCP_KEEPIDLE, PEER_TIMEOUT_S - probes * interval_s),
+        (socket.TCP_KEEPINTVL, interval_s),
         (socket.TCP_KEEPCNT, probes),
         (socket.TCP_USER_TIMEOUT, 1000 * PEER_TIMEOUT_S),
     ):

@@ -169,6 +169,7 @@ class Relay:
         self._background.repeat(registration.release, 0, "release")
         self._background.repeat(self._watch, heartbeat_s, "watch engine")
         self._background.repeat(self._report_blocks, BLOCKS_PAUSE_S, "cached blocks")
+        self._background.repeat(self._ping, wire.PING_S, "ping")
         give_up_s = time.monotonic() + patience_s
         await registration.register(give_up_s)
         self._background.repeat(registration.beat, heartbeat_s, "heartbeat")
@@ -251,7 +252,7 @@ class Relay:
         elif frame.kind is wire.Kind.BLOCKS:
             link.knows_blocks = False
             self._blocks.due.set()
-        else:
+        elif frame.kind is not wire.Kind.PING:
             raise ProtocolError(f"a router sent {frame.kind.name}")
 
     async def _add(self, link: RouterLink, request: Any) -> None:
@@ -318,6 +319,10 @@ class Relay:
                     link.send(wire.Kind.OUTPUTS, codec.encode_outputs(batch, outputs))
         finally:
             self._give_up()
+
+    async def _ping(self) -> None:
+        for link in self._links:
+            wire.ping(link.writer)
 
     async def _report_blocks(self) -> None:
         await self._blocks.due.wait()

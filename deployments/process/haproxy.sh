@@ -10,6 +10,11 @@
 # And when a proxy actor is killed, Ray kills its process group, streams and all, and would else leave HAProxy running,
 # with the port: so it has a session of its own, and stops listening then, to end with what streams through it.
 #
+# A router whose machine has gone without a word would leave its clients waiting for as long as they like: HAProxy waits
+# for no answer with a clock, and keeps the sessions of a server that it has marked down. So the kernel asks after each
+# connection to a router, and breaks it when nothing has acknowledged that for some 14 s. `on-marked-down
+# shutdown-sessions` would break streams too where a router drains, stands still, or can open no more files.
+#
 # `sluice serve` sets SLUICE_HAPROXY_BIND, where clients come in, instead of 127.0.0.1 and SLUICE_HAPROXY_PORT. Ray Serve
 # knows one host for HAProxy and for the replicas behind it, and has statistics and metrics listen on all interfaces.
 for argument; do
@@ -41,11 +46,14 @@ page 502 'Bad Gateway' BadGateway 'the router that had this request is gone' "$l
 page 503 'Service Unavailable' ServiceUnavailable "$none" "$later"
 page 504 'Gateway Timeout' GatewayTimeout 'the router that has this request does not answer' "$later"
 
+# Where something is on its way to a router there are no such questions: it is to be acknowledged itself, within `tcp-ut`.
+asked_after='\n\1option srvtcpka\n\1srvtcpka-idle 5s\n\1srvtcpka-intvl 3s\n\1srvtcpka-cnt 3'
+
 # As `option httplog` has it, but for ids of responses, which let in whoever knows one.
 line='%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs'
 asked='%HM %[capture.req.uri,regsub(^/v1/responses/.*,/v1/responses/ID)] %HV'
 sed -i -E -e "s|^( *)option httplog\$|\1log-format '$line \"$asked\"'|" -e '/^ *errorfile /d' -e "s|^( *)option abortonclose\$|&\\n\\1option http-buffer-request\\n\\1timeout http-request\
- ${SLUICE_BODY_TIMEOUT_MS:-30000}ms$pages|" -e 's/^frontend http_frontend$/&\
+ ${SLUICE_BODY_TIMEOUT_MS:-30000}ms$asked_after$pages|" -e 's/^ *default-server .*/& tcp-ut 12s/' -e 's/^frontend http_frontend$/&\
     http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\
     http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$file"
 if [ -n "$SLUICE_HAPROXY_BIND" ]; then

@@ -4,152 +4,19 @@ A thousand requests and more in most scenarios, many of them from two routers; a
 to whose neighbours something happens ask until it has: a slow test process must not find them through.
 """
 
-import asyncio
-import json
 import os
-import secrets
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
-import psutil
 import pytest
-import redis
 
-from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
-from router.redis_store import RedisStateStore, connect
-from router.state_store import Snapshot
+from tests.chaos.fleet import ENDLESS, PATIENCE_S, Fleet, Process
+from tests.island import Island
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.long
-REPOSITORY = Path(__file__).parents[2]
-PATIENCE_S = 300
-ENDLESS = "--endless"
-
-
-class Process:
-    """One of ours, with what it printed so far."""
-
-    def __init__(self, log: Path, *arguments: str, under: Sequence[str] = ()) -> None:
-        self.log, self._endless = log, ENDLESS in arguments
-        with log.open("wb") as output:
-            command = [*under, sys.executable, "-m", "tests.chaos.processes", *arguments]
-            env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-            self.popen = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=env)
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-
-    def result(self) -> dict[str, Any]:
-        if self._endless:
-            self.popen.terminate()  # asks no more
-        assert self.popen.wait(PATIENCE_S) == 0, self.log.read_text()[-3000:]
-        found: dict[str, Any] = json.loads(self.log.read_text().splitlines()[-1])
-        return found
-
-    @property
-    def asked(self) -> int:
-        lines = [line for line in self.log.read_text().splitlines() if line.startswith('{"so_far"')]
-        return json.loads(lines[-1])["so_far"] if lines else 0
-
-
-class Fleet:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.namespace = folder, secrets.token_hex(4)
-        self.redis_port, self.password = free_port(), secrets.token_urlsafe(16)
-        self.redis = EmbeddedRedis(self.redis_port, self.password)
-        self.processes: list[Process] = []
-
-    def _start(self, role: str, *arguments: str, under: Sequence[str] = ()) -> Process:
-        log = self.folder / f"{role}{len(self.processes)}.log"
-        made = Process(log, role, "--namespace", self.namespace, "--url", self.redis.url, *arguments, under=under)
-        self.processes.append(made)
-        return made
-
-    def replica(self, *arguments: str) -> Process:
-        return self._start("replica", "--id", f"r{len(self.processes)}", *arguments)
-
-    def replica_on(self, island: "Island", *arguments: str) -> Process:
-        """It reaches Redis through the island's cable."""
-        url = self.redis.url.replace("127.0.0.1", island.ashore)
-        place = ("--id", f"r{len(self.processes)}", "--url", url, "--host", island.address)
-        return self._start("replica", *place, *arguments, under=island.command)
-
-    def router(self, *arguments: str) -> Process:
-        return self._start("router", "--seed", str(len(self.processes)), *arguments)
-
-    def snapshot(self) -> Snapshot:
-        async def ask() -> Snapshot:
-            store = RedisStateStore(connect(self.redis.url), self.namespace)
-            try:
-                return await store.snapshot()
-            finally:
-                await store.close()
-
-        return asyncio.run(ask())
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.popen.is_running():
-                process.kill()
-        self.redis.close()
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
-    yield made
-    made.close()
-
-
-class Island:
-    """A network of its own, joined to ours by one cable that can be pulled: no packet and no word of it arrives."""
-
-    def __init__(self) -> None:
-        self.name = f"sl{secrets.token_hex(4)}"
-        self._near, self._far = f"{self.name}a", f"{self.name}b"
-        third = secrets.randbelow(250)
-        self.ashore, self.address = f"10.213.{third}.1", f"10.213.{third}.2"
-        self.command = ("ip", "netns", "exec", self.name)
-
-    def __enter__(self) -> "Island":
-        _ip("netns", "add", self.name)
-        try:
-            _ip("link", "add", self._near, "type", "veth", "peer", "name", self._far, "netns", self.name)
-            _ip("address", "add", f"{self.ashore}/30", "dev", self._near)
-            _ip("-n", self.name, "address", "add", f"{self.address}/30", "dev", self._far)
-            _ip("link", "set", self._near, "up")
-            _ip("-n", self.name, "link", "set", self._far, "up")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def pull(self) -> None:
-        _ip("-n", self.name, "link", "set", self._far, "down")
-
-    def join(self) -> None:
-        _ip("-n", self.name, "link", "set", self._far, "up")
-
-    def __exit__(self, *_: object) -> None:
-        _ip("netns", "delete", self.name)  # the cable goes with it
-
-
-def _ip(*arguments: str) -> None:
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}(it takes CAP_NET_ADMIN)"
-
-
-@pytest.fixture
-def island() -> Iterator[Island]:
-    with Island() as made:
-        yield made
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -228,8 +95,6 @@ def test_a_replica_that_hangs_and_comes_back(fleet: Fleet) -> None:
 
 
 def test_a_network_that_is_cut_and_joined_again(island: Island, fleet: Fleet) -> None:
-    with redis.Redis.from_url(fleet.redis.url) as admin:
-        admin.config_set("bind", f"127.0.0.1 {island.ashore}")
     fleet.replica("--step-s", "0.02")
     fleet.replica_on(island, "--step-s", "0.02")
     routers = [fleet.router(ENDLESS, "--requests", "1500") for _ in range(2)]

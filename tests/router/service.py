@@ -253,8 +253,8 @@ class Line:
 class Service:
     """Routers and replicas, each with a client of Redis of its own."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.name = url, secrets.token_hex(8)
+    def __init__(self, url: str, name: str | None = None) -> None:
+        self.url, self.name = url, name or secrets.token_hex(8)
         self._stores: list[RedisStateStore] = []
         self.store = self.new_store()
         self.front_ends: list[FrontEnd] = []
@@ -277,6 +277,7 @@ class Service:
         credit_s: float | None = None,
         token_s: float | None = None,
         traces: ReplicaTraces | None = None,
+        host: str = "127.0.0.1",
         **config: Any,
     ) -> Replica:
         """`config` as of RelayConfig."""
@@ -285,12 +286,12 @@ class Service:
         relay = Relay(
             engine=engine,
             store=self.new_store(pool),
-            info=msgspec.structs.replace(info(f"r{len(self.replicas)}", silence_s), classes=classes),
+            info=msgspec.structs.replace(info(f"r{len(self.replicas)}", silence_s), classes=classes, host=host),
             config=RelayConfig(heartbeat_s=HEARTBEAT_S, **config),
             credit=Live(Credit(reading_s=credit_s)),
             traces=traces,
         )
-        await relay.start("127.0.0.1")
+        await relay.start(host)
         self.replicas.append(Replica(relay, engine))
         return self.replicas[-1]
 

@@ -483,6 +483,18 @@ async def test_a_call_that_no_router_makes_is_refused(replica: Replica) -> None:
     await reader.answered()
 
 
+async def test_every_router_is_pinged_and_may_ping(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PING_S", 0.01)
+    replica = await begin()
+    connections = [await replica.connection(router_id) for router_id in "ab"]
+    for connection in connections:
+        connection.ping()
+        for _ in range(2):
+            while (await wire.read_frame(connection._reader)).kind is not wire.Kind.PING:
+                pass
+    assert len(replica.relay._links) == 2
+
+
 async def test_a_question_left_open_ends_with_the_connection(replica: Replica) -> None:
     reader = await replica.reader()
     asked = asyncio.create_task(reader.status())

@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from itertools import islice
 from pathlib import Path
@@ -58,8 +59,10 @@ class Serve:
             maxconn=100,
         )
 
-    def writes(self, *routers: int) -> None:
-        servers = [ServerConfig(name=f"r{port}", host="127.0.0.1", port=port) for port in routers]
+    def writes(self, *routers: int | tuple[str, int]) -> None:
+        """For routers with these ports, or these hosts and ports."""
+        places = [each if isinstance(each, tuple) else ("127.0.0.1", each) for each in routers]
+        servers = [ServerConfig(name=f"r{number}", host=host, port=port) for number, (host, port) in enumerate(places)]
         backend = BackendConfig(
             name="http-sluice", path_prefix="/", app_name="sluice", servers=servers, protocol=RequestProtocol.HTTP
         )
@@ -88,6 +91,16 @@ class Serve:
             if process.poll() is None:
                 process.kill()
                 process.wait(30)
+
+    def is_down(self) -> bool:
+        """Whether its first router is taken for dead."""
+        with socket.socket(socket.AF_UNIX) as admin:
+            admin.connect(self._config.socket_path)
+            admin.sendall(b"show stat\n")
+            return any(
+                line.startswith("http-sluice,r0,") and ",DOWN," in line
+                for line in read_all(admin).decode().splitlines()
+            )
 
     def is_open(self) -> bool:
         with socket.socket() as probe:
@@ -225,6 +238,68 @@ def test_what_streams_ends_whole_when_the_actor_that_started_it_is_killed_with_i
                 assert client.recv(4096) == b"second"
                 assert client.recv(4096) == b""
             haproxy.wait(30)
+
+
+def test_each_connection_to_a_router_is_asked_after(serve: Serve) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        serve.writes(port)
+        with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            with _asked_for(listener, b"GET / ") as stream:
+                asks = wait_until(lambda: keepalive_timer_s(stream.getpeername()[1], port), 30, "it is to be asked")
+                assert asks <= 5.5
+        assert "tcp-ut 12s" in serve.file.read_text()
+
+
+def keepalive_timer_s(port: int, peers_port: int) -> float | None:
+    """Seconds until the kernel asks for a sign of life; None where another timer of that connection runs, or none."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, mine, peers, _, _, timer, *_ = line.split()
+        if (mine.split(":")[1], peers.split(":")[1]) == (f"{port:04X}", f"{peers_port:04X}"):
+            kind, _, ticks = timer.partition(":")
+            return int(ticks, 16) / os.sysconf("SC_CLK_TCK") if kind == "02" else None
+    return None
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 503 DRAINING\r\nContent-Length: 0\r\n\r\n", b""])
+def test_what_streams_through_a_router_that_takes_no_more_or_stands_still_goes_on(serve: Serve, answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serve.writes(listener.getsockname()[1])
+        text = serve.file.read_text()
+        serve.file.write_text(re.sub(r"(default-server .* inter) 5s", r"\1 250ms", text))
+        with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            stream = _asked_for(listener, b"GET / ")
+            stream.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfirst")
+            assert b"first" in client.recv(4096)
+            with answering_checks(listener, answer):
+                wait_until(serve.is_down, 30, "it gets nothing new")
+                stream.sendall(b"second")
+                stream.close()
+                assert client.recv(4096) == b"second"
+                assert client.recv(4096) == b""
+
+
+@contextmanager
+def answering_checks(listener: socket.socket, answer: bytes) -> Iterator[None]:
+    """Every connection gets this answer, or waits for one."""
+    waiting: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):  # the listener is closed
+            while True:
+                connection, _ = listener.accept()
+                waiting.append(connection)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(30)
+    for each in waiting:
+        each.close()
 
 
 def _asked_for(listener: socket.socket, beginning: bytes) -> socket.socket:
