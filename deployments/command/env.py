@@ -18,6 +18,7 @@ from deployments.process.environment import (
     loopback_env,
     most_files,
     serve_env,
+    several_hosts_env,
 )
 
 AUTH_MODE_ENV = "RAY_AUTH_MODE"
@@ -117,7 +118,11 @@ def _quoted(word: str) -> str:
 
 
 def _on_a_cluster() -> dict[str, str]:
-    env = {"RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())), "SLUICE_HAPROXY": haproxy_binary()}
+    env = {
+        **several_hosts_env(),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())),
+        "SLUICE_HAPROXY": haproxy_binary(),
+    }
     if os.access(HAPROXY, os.X_OK):
         return env | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY)}
     _note(f"Ray Serve cannot run {HAPROXY}, and starts HAProxy without it: chmod +x {HAPROXY}, and print this again")

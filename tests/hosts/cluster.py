@@ -54,11 +54,10 @@ class Cluster:
     def start(self) -> None:
         """Returns once a router and an engine serve on each worker."""
         self._start_redis()
-        install, token, *_ = (guide(title) for title in ("Ray's token", "Ray on every host"))
-        self.head.run("; ".join(install))
+        self.head.run("; ".join(guide("Ray's token")))
         for host in (self.head, *self.workers):
             self.prepare(host)
-        head, worker = token
+        head, worker = guide("Ray on every host")
         self.head.enable(UNIT, self.head.run(_unit_of(head, "--num-cpus 0 --object-store-memory 83886080")))
         wait_until(lambda: self.nodes() is not None, START_TIMEOUT_S, "the head is up")
         for host in self.workers:
@@ -86,6 +85,7 @@ class Cluster:
         host.boot()
         self.prepare(host)
         host.enable(UNIT, host.run(_unit_of(guide("Ray on every host")[1], SMALL)))
+        wait_until(lambda: host.name in (self.nodes() or ()), START_TIMEOUT_S, f"{host.name} has joined")
         self.workers.append(host)
 
     def nodes(self) -> set[str] | None:
@@ -103,7 +103,7 @@ class Cluster:
         except (LabError, LookupError, ValueError):
             return []
         return [
-            Replica(name, each["replica_id"], self._names.get(each["node_ip"], ""))
+            Replica(name, each["replica_id"], self._names.get(each.get("node_ip") or "", ""))
             for name, deployment in deployments.items()
             for each in deployment["replicas"]
             if each["state"] == state
@@ -134,11 +134,14 @@ class Cluster:
         except LabError:
             return False
 
-    def held(self) -> int:
-        """Requests that engines, and tickets that routers, hold now."""
-        status = json.loads(self.client.run(f"curl -sSf --max-time 30 {url(self.head)}/sluice/status", 60))
-        running = sum(each.get("running") or 0 for each in status["replicas"].values())
-        return int(running + sum(status["waiting"].values() if isinstance(status["waiting"], dict) else [0]))
+    def wait_until_idle(self) -> None:
+        """Until no engine runs a request, and none waits."""
+
+        def is_idle() -> bool:
+            status = json.loads(self.client.run(f"curl -sSf --max-time 30 {url(self.head)}/sluice/status", 60))
+            return not any(each["running"] for each in status["replicas"].values()) and not status["waiting"]
+
+        wait_until(is_idle, 120.0, "no request is left")
 
     def drain(self, host: Host) -> None:
         """As the guide drains a host: returns once nothing of the application runs there."""

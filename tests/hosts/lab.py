@@ -8,7 +8,6 @@ import contextlib
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
