@@ -136,7 +136,7 @@ class Queueing(Generic[RequestT]):
         Our own charges nothing, so that all that the request takes is settled: besides what the shared one charged,
         should it have obeyed without a reply.
         """
-        if not self.is_alone:
+        while not self.is_alone:  # also when it was for a moment, in which the shared one came back
             try:
                 async with asyncio.timeout(ENQUEUE_S if self._connections.all_open else None):
                     result = await self._store.enqueue(entry.ticket, limits)

@@ -30,6 +30,7 @@ from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, ReplicaLo
 from router.wire import PROTOCOL
 
 CALL_TIMEOUT_S = 5.0
+LISTEN_S = CALL_TIMEOUT_S / 2  # for notices, before Redis is asked whether it is there
 # What a call raises when Redis is away. RuntimeError is uvloop's, of a write to a connection that has just broken.
 AWAY = (RedisError, OSError, RuntimeError)
 CREDENTIALS = "the user and the password in redis_url, or in SLUICE_REDIS_URL in the environment"
@@ -198,6 +199,8 @@ async def guarded(client: "redis.Redis", call: Callable[[], Awaitable[Any]], tim
         # Up to Redis 6.2 the code stands in the words, where a script met it; later ones give it as their own.
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
             await _look_for_the_primary(client)
+        if isinstance(error, TimeoutError):
+            await _leave_idle_connections(client)
         if why := why_refused(error):
             raise StateStoreAccessError(why) from None  # its words may name the user
         raise StateStoreError(f"Redis: {str(error) or type(error).__name__}") from error
@@ -207,6 +210,12 @@ async def _look_for_the_primary(client: "redis.Redis") -> None:
     """The old one may live on as a replica, with all its connections: new ones go where the name leads."""
     with contextlib.suppress(*AWAY):  # of ends that are broken; the next call tells
         await client.connection_pool.disconnect()
+
+
+async def _leave_idle_connections(client: "redis.Redis") -> None:
+    """Its host may have gone without a word: each of them would cost a call its time until it is found out."""
+    with contextlib.suppress(*AWAY):  # of ends that are broken
+        await client.connection_pool.disconnect(inuse_connections=False)
 
 
 def scripts_in(client: "redis.Redis", folder: Path, names: str = "") -> dict[str, AsyncScript]:
@@ -390,11 +399,13 @@ class RedisStateStore:
         pubsub = self._redis.pubsub()
         try:
             await self._guard(lambda: pubsub.subscribe(channel))
+            silent = 0
             while True:
-                message = await self._guard(lambda: pubsub.get_message(timeout=CALL_TIMEOUT_S / 2))
+                message = await self._guard(lambda: pubsub.get_message(timeout=LISTEN_S))
+                silent = silent + 1 if message is None else 0
                 if message is None:
-                    continue
-                if message["type"] == "subscribe":
+                    await self._look_for_life(pubsub, silent)
+                elif message["type"] == "subscribe":
                     yield []
                 elif message["type"] == "message":
                     yield [_notice(*told) for told in _notice_decoder.decode(message["data"])]
@@ -402,6 +413,21 @@ class RedisStateStore:
             # The connection is broken when we come here after an error; there is nothing more to lose by closing it.
             with contextlib.suppress(*AWAY):
                 await cast(Awaitable[None], pubsub.aclose())  # type: ignore[no-untyped-call]
+
+    async def _look_for_life(self, pubsub: "redis.client.PubSub", silent: int) -> None:
+        """redis-py asks too, and never looks for the answer: to a host that has gone the kernel sends for minutes.
+
+        Args:
+            silent: for how many LISTEN_S nothing has come.
+
+        Raises:
+            StateStoreError: nothing has come since it was asked CALL_TIMEOUT_S ago.
+        """
+        if silent * LISTEN_S > CALL_TIMEOUT_S:
+            await _leave_idle_connections(self._redis)
+            raise StateStoreError("Redis: no answer on the connection of notices")
+        if silent == 1:
+            await self._guard(pubsub.ping)
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import random
 import ssl
 import time
@@ -70,6 +71,8 @@ class Gate:
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, carried: _Carried) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
+                if carried.stands_until_s == math.inf:
+                    continue
                 delay_s = max(self.delay_s, carried.stands_until_s - time.monotonic())
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)
@@ -87,6 +90,11 @@ class Gate:
                     carried.cut()
                 else:
                     carried.stands_until_s = time.monotonic() + chance.uniform(0.5, LONGEST_STALL_S)
+
+    def fall_silent(self) -> None:
+        """On every connection that stands, as when the host behind it has gone without a word; new ones may come."""
+        for carried in self._carried:
+            carried.stands_until_s = math.inf
 
     def cut(self) -> None:
         """Every connection; new ones may come."""

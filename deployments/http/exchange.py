@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.http.bodies import ClientLeftError
 from deployments.http.direct_streams import DirectStream, StreamKind
 from deployments.http.errors import error_response, status_of
-from policies.errors import AdmissionError, SluiceError
+from policies.errors import AdmissionError, ReplicaLostError, SluiceError, StateStoreError
 from router.timing import HttpContext
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,9 @@ LOOK_EVERY_S = 30.0
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
+LATER_S = 5  # of 503s that know nothing better: what is away is so for seconds
 CLIENT_LEFT = 499  # what proxies log for a client that hung up before the response began
+AWAY = (ReplicaLostError, StateStoreError)  # wherever an application met them: what it asked for may be there later
 _CHUNK = b'data: {"'  # how one of a stream begins
 _NO_TIER = b'"service_tier":null'  # what vLLM has in a whole answer
 
@@ -183,19 +185,22 @@ class Exchange:
 
     async def _begin(self, start: Message) -> None:
         self._start, self._status = None, start["status"]
-        times = split_time(self.context).items()
-        MutableHeaders(scope=start)["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
+        times, headers = split_time(self.context).items(), MutableHeaders(scope=start)
+        headers["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
+        if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
+            headers.setdefault("Retry-After", str(LATER_S))
         await self._send(start)
         held, self._held = self._held, []
         for message in held:
             await self._send(message)
 
-    async def broke_off(self) -> bool:
+    async def broke_off(self, error: Exception) -> bool:
         """The application has failed. True when its client got a refusal for that; else it got what was held."""
-        if self._start is None:
+        refusal = self.context.refusal or (error if isinstance(error, AWAY) else None)
+        if self._start is None and (self._status or refusal is None):
             return False
-        if (refusal := self.context.refusal) is None:
-            if self._held:
+        if refusal is None:
+            if self._held and self._start is not None:
                 await self._begin(self._start)
             return False
         await self.refuse(refusal)
@@ -208,6 +213,8 @@ class Exchange:
             if retry_after_s > CLIENTS_WAIT_S:
                 why += f"; try again in {retry_after_s} s, for which clients mostly do not wait by themselves"
         response = error_response(status_of(refused), why)
+        if retry_after_s is None and response.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            retry_after_s = LATER_S
         if retry_after_s is not None:
             response.headers["Retry-After"] = str(retry_after_s)
         self._start, self._is_over, self._status, self._error = None, True, response.status_code, why

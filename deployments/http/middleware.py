@@ -139,8 +139,8 @@ class SluiceMiddleware:
             pass  # no client is left to be told; the log says so
         except AdmissionError as error:
             await exchange.refuse(error)
-        except Exception:
-            if not await exchange.broke_off():
+        except Exception as error:
+            if not await exchange.broke_off(error):
                 raise
         finally:
             if path not in UNLOGGED_PATHS:

@@ -11,7 +11,9 @@ from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import StateStoreError
 from router import redis_store
+from router.codec import RequestSize
 from router.redis_store import connect
+from tests.fakes import FakeRequest
 from tests.gate import Gate
 from tests.router.service import HEARTBEAT_S, Service, begun, over, request, requests, timed
 from tests.waiting import PATIENCE_S, until
@@ -158,6 +160,30 @@ async def test_a_replica_lost_while_redis_is_away_loses_nothing(gate: Gate, part
     await victim.die()
     await over(answers)
     await gate.open()
+    await parted.finish(answers)
+
+
+async def test_a_redis_that_is_back_while_what_waits_is_taken_along_costs_nobody_an_answer(
+    gate: Gate, parted: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts are hashed in a thread meanwhile."""
+    replica, front_end = await parted.both(slots=1)
+    replica.engine.pause()
+    answers = await front_end.ask_many(2)
+    await replica.holds(1)
+    front_end.task("heartbeat").cancel()
+    queueing, sized = front_end.client.queueing, front_end.client.caches.sized
+
+    async def slowly_sized(asked: FakeRequest) -> RequestSize:
+        if queueing.is_alone:
+            await gate.open()
+            await queueing._beat()
+        return await sized(asked)
+
+    monkeypatch.setattr(front_end.client.caches, "sized", slowly_sized)
+    gate.shut()
+    answers += await front_end.ask_many(1)
+    replica.engine.resume()
     await parted.finish(answers)
 
 

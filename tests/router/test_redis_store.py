@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import secrets
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
@@ -20,12 +21,13 @@ from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
 from policies.router.admission import Limits, Quota, Refusal, Settlement
 from policies.router.order import Band, banded
-from policies.router.tickets import Ticket
+from policies.router.tickets import Recall, Ticket
 from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, check_access, connect
 from router.state_store import FinishedLength, ReplicaInfo
 from tests.gate import Gate
+from tests.waiting import PATIENCE_S
 
 TICKET = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
 INFO = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, max_model_len=64)
@@ -205,6 +207,53 @@ async def test_a_write_to_a_connection_that_broke_a_moment_ago_counts_as_redis_a
     store = RedisStateStore(connect(redis_url), "n")
     with pytest.raises(StateStoreError, match="Redis: unable to perform"):
         await store._guard(write)
+    await store.close()
+
+
+@pytest.fixture
+async def silent(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
+    """A way to Redis that can fall silent, before a store that does not wait for long."""
+    monkeypatch.setattr(redis_store, "CALL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(redis_store, "LISTEN_S", 0.4)
+    gate = Gate(redis_url)
+    await gate.open()
+    yield gate
+    gate.shut()
+
+
+async def test_a_silent_connection_of_notices_is_left_for_one_that_goes_where_the_name_leads(silent: Gate) -> None:
+    store = RedisStateStore(connect(silent.url), secrets.token_hex(4))
+    notices = store.notices("a")
+    assert await anext(notices) == []
+    silent.fall_silent()
+    with pytest.raises(StateStoreError, match="no answer on the connection of notices"):
+        await asyncio.wait_for(anext(notices), PATIENCE_S)
+    again = store.notices("a")
+    assert await asyncio.wait_for(anext(again), PATIENCE_S) == []
+    await again.aclose()
+    await store.close()
+
+
+async def test_notices_wait_for_as_long_as_redis_answers(silent: Gate) -> None:
+    store = RedisStateStore(connect(silent.url), secrets.token_hex(4))
+    notices = store.notices("a")
+    assert await anext(notices) == []
+    following = asyncio.ensure_future(anext(notices))
+    await asyncio.wait([following], timeout=5.0)
+    assert not following.done()
+    await store._redis.publish(store._key("router:a"), msgspec.msgpack.encode([("x",)]))
+    assert await asyncio.wait_for(following, PATIENCE_S) == [Recall("x")]
+    await notices.aclose()
+    await store.close()
+
+
+async def test_a_burst_before_the_silence_costs_one_call_its_time(silent: Gate) -> None:
+    store = RedisStateStore(connect(silent.url), "n")
+    await asyncio.gather(*(store.time_s() for _ in range(20)))
+    silent.fall_silent()
+    with pytest.raises(StateStoreError, match="TimeoutError"):
+        await store.time_s()
+    await store.time_s()
     await store.close()
 
 

@@ -407,7 +407,7 @@ async def test_a_key_that_may_not_tighten_gets_nothing_for_its_timeout_and_no_er
 
 @pytest.mark.parametrize(
     ("why", "status", "retry_after"),
-    [("no room", 429, "7"), ("no replica took it", 503, None), ("Redis is away", 503, None)],
+    [("no room", 429, "7"), ("no replica took it", 503, "5"), ("Redis is away", 503, "5")],
 )
 async def test_a_refusal_is_a_refusal_even_if_a_stream_had_begun(
     client: httpx.AsyncClient, why: str, status: int, retry_after: str | None
@@ -607,6 +607,16 @@ async def test_a_stream_that_is_refused_after_its_first_events_is_answered_as_th
     assert start["status"] == 429
     assert dict(start["headers"])[b"retry-after"] == b"7"
     assert json.loads(body["body"])["error"]["message"] == "no room"
+
+
+@pytest.mark.parametrize("error", [StateStoreError("Redis: gone"), ReplicaLostError("no engine")])
+async def test_what_is_away_is_told_with_when_to_come_back_wherever_it_is_met(error: Exception) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    start, body = await sent_by(app)
+    assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"5")
+    assert json.loads(body["body"])["error"]["message"] == str(error)
 
 
 @pytest.mark.parametrize(("again_s", "said"), [(120.0, "spent"), (120.5, "spent; try again in 121 s")])
