@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _unit(env: Mapping[str, str], options: Sequence[str]) -> str:
-    """A raylet that the head took for dead ends itself, and what runs on its host with it: nobody else starts it anew."""
+    """A raylet that the head took for dead ends itself, with all that runs on its host: nobody else starts it anew."""
     bin_folder = Path(sys.executable).parent
     variables = {"PATH": f"{bin_folder}:{os.defpath}", **env}
     lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]

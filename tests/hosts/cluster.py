@@ -58,7 +58,7 @@ class Cluster:
         for host in (self.head, *self.workers):
             self.prepare(host)
         head, worker = guide("Ray on every host")
-        self.head.enable(UNIT, self.head.run(_unit_of(head, "--num-cpus 0 --object-store-memory 83886080")))
+        self.head.enable(UNIT, self.head.run(_unit_of(head, "--object-store-memory 83886080")))
         wait_until(lambda: self.nodes() is not None, START_TIMEOUT_S, "the head is up")
         for host in self.workers:
             host.enable(UNIT, host.run(_unit_of(worker, SMALL)))
@@ -195,10 +195,11 @@ def cluster() -> Iterator[Cluster]:
     """Raises AssertionError where no lab can be made here, or no cluster comes up in it."""
     why = why_there_is_none()
     assert why is None, why
-    with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with lab(Path(folder), HOSTS, tuple(name for name in HOSTS if name != "worker-3")) as switch:
-            made = Cluster(switch)
-            made.start()
-            yield made
-
-
+    booted = tuple(name for name in HOSTS if name != "worker-3")
+    with (
+        tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        lab(Path(folder), HOSTS, booted) as switch,
+    ):
+        made = Cluster(switch)
+        made.start()
+        yield made

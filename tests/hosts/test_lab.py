@@ -62,7 +62,9 @@ def test_a_cut_cable_a_blocked_way_and_a_lost_power_are_silent(switch: Switch) -
 def test_a_host_boots_with_its_files_and_its_units(switch: Switch) -> None:
     three = switch["three"]
     three.boot()
-    three.enable("n.service", "[Service]\nExecStart=sh -c 'date +%%N >> /tmp/home/starts'\nRestart=always\nRestartSec=0.2\n")
+    three.enable(
+        "n.service", "[Service]\nExecStart=sh -c 'date +%%N >> /tmp/home/starts'\nRestart=always\nRestartSec=0.2\n"
+    )
     three.run("until [ $(wc -l < ~/starts) -ge 3 ]; do sleep 0.1; done")
     three.stop("n.service")
     before = len(three.run("cat ~/starts").split())
@@ -80,7 +82,9 @@ def test_whoever_may_make_no_hosts_is_told_what_it_takes(monkeypatch: pytest.Mon
 def test_a_unit_is_read_as_systemd_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "secrets"
     file.write_text("B=3\n# no\nC='x y'\n")
-    unit = f'[Unit]\nAfter=x\n[Service]\nEnvironment=A=1 "B=2 %% 3"\nEnvironmentFile=-{file}\nEnvironmentFile=-/no/such\n'
+    unit = (
+        f'[Unit]\nAfter=x\n[Service]\nEnvironment=A=1 "B=2 %% 3"\nEnvironmentFile=-{file}\nEnvironmentFile=-/no/such\n'
+    )
     assert environment(service(unit)) == {"A": "1", "B": "3", "C": "x y"}
     with pytest.raises(ValueError, match="WatchdogSec"):
         service("[Service]\nWatchdogSec=3\n")

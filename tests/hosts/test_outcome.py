@@ -14,12 +14,20 @@ def probe(began_s: float, seconds: float, answer: int | str = 200, url: str = "a
 
 
 def test_a_stream_that_ends_early_is_broken_and_one_that_nobody_ends_is_lost() -> None:
-    found = [kind(each) for each in (stream(None), stream("ReadError", "a"), stream("ReadTimeout", "a"), stream("x", ""))]
+    found = [
+        kind(each) for each in (stream(None), stream("ReadError", "a"), stream("ReadTimeout", "a"), stream("x", ""))
+    ]
     assert found == ["whole", "broken", "lost", "refused"]
 
 
 def test_a_text_is_wrong_unless_it_is_the_undisturbed_one_or_the_beginning_of_it() -> None:
-    streams = [stream(None), stream("ReadError", "a"), stream("ReadError", "b"), stream(None, "a"), stream("x", "", 99.0)]
+    streams = [
+        stream(None),
+        stream("ReadError", "a"),
+        stream("ReadError", "b"),
+        stream(None, "a"),
+        stream("x", "", 99.0),
+    ]
     made = outcome({"streams": streams, "probes": [probe(0.0, 1.0, 503)]}, {0: "ab"})
     assert (made.wrong, made.whole, made.broken, made.refused) == (2, 2, 2, 1)
     assert made.longest_gap_s == 1.0
