@@ -27,6 +27,7 @@ class ReplicaConnection:
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
         self.missed_looks = 0  # in a row, by those who look for its replica in the shared state
+        self.fell_silent = False  # nothing was acknowledged for too long: its replica may serve others
 
     @classmethod
     async def open(cls, info: ReplicaInfo, *, router_id: str, engine_version: str) -> "ReplicaConnection":
@@ -80,7 +81,8 @@ class ReplicaConnection:
                     on_blocks(self, msgspec.msgpack.decode(frame.parts[0], type=BlockChanges))
                 elif frame.kind is not wire.Kind.PING:
                     raise ProtocolError(f"replica {self.info.replica_id} sent {frame.kind.name}")
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.fell_silent = isinstance(error, TimeoutError)
             return
         finally:
             self.close()

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Container, Iterable
+import math
+from collections.abc import Awaitable, Callable, Collection, Container, Iterable
 from typing import Any
 
 from policies.errors import ReplicaLostError, SluiceError
@@ -35,7 +36,7 @@ class Connections:
     ) -> None:
         """Args:
         lost_after_looks: a connected replica that is missing in the shared state in more of them, in a row, is lost.
-        drop_after_s: one that is out of reach is dropped no more often than that.
+        drop_after_s: one that refuses connections is dropped no more often than that.
         opened: is called with each new connection, before any other part has it.
         is_needed: whether requests were given to this replica.
         drop: takes a replica out of the tables.
@@ -45,7 +46,8 @@ class Connections:
         self._lost_after_looks, self._drop_after_s = lost_after_looks, drop_after_s
         self._opened, self._is_needed, self._drop = opened, is_needed, drop
         self._attempts: dict[str, asyncio.Task[ReplicaConnection]] = {}
-        self._dropped_s: dict[str, float] = {}  # when replicas out of reach were
+        self._dropped_s: dict[str, float] = {}  # when replicas that refused us were
+        self._out_of_reach_s: dict[str, float] = {}  # since when replicas are
 
     @property
     def replica_ids(self) -> Iterable[str]:
@@ -60,6 +62,26 @@ class Connections:
         """None where none is open."""
         task = self._attempts.get(replica_id)
         return task.result() if task and task.done() and not task.cancelled() and not task.exception() else None
+
+    @property
+    def out_of_reach(self) -> tuple[str, ...]:
+        """Ids of replicas that may serve others, but could not be reached from here when that was tried last."""
+        return tuple(sorted(self._out_of_reach_s))
+
+    def fell_silent(self, replica_id: str) -> None:
+        """It is out of reach from now on, until it can be connected again."""
+        self._out_of_reach_s.setdefault(replica_id, self._clock.now())
+
+    def reaches_none(self, registered: Collection[str], for_s: float) -> bool:
+        """Whether all replicas have been out of reach for so long. Those that are dead do not stay registered."""
+        latest_s = self._clock.now() - for_s
+        since_s = [self._out_of_reach_s.get(replica_id, math.inf) for replica_id in registered]
+        return bool(since_s) and max(since_s) <= latest_s
+
+    def try_again(self, registered: Container[str]) -> None:
+        """To be called at every heartbeat: whether those that were out of reach still are."""
+        self._out_of_reach_s = {each: at_s for each, at_s in self._out_of_reach_s.items() if each in registered}
+        self.begin(self._out_of_reach_s)
 
     async def open(self, replica_id: str) -> ReplicaConnection:
         """Concurrent callers share one attempt, and what follows if it fails.
@@ -126,9 +148,14 @@ class Connections:
             connection = await ReplicaConnection.open(
                 info, router_id=self._router_id, engine_version=self._engine_version
             )
-        except Exception:  # of any kind: it is of no use from here
-            await self._avoid(replica_id)
+        except Exception as error:  # of any kind: it is of no use from here
+            self._metrics.out_of_reach.inc()
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                await self._drop_dead(replica_id)
+            else:
+                self.fell_silent(replica_id)
             raise
+        self._out_of_reach_s.pop(replica_id, None)
         self._opened(connection)
         return connection
 
@@ -139,10 +166,12 @@ class Connections:
             logger.warning("replica %s cannot be reached: %s", replica_id, error)
             del self._attempts[replica_id]
 
-    async def _avoid(self, replica_id: str) -> None:
-        """Drop it where requests were given to it, and not again at once: one that comes back lives, and others who
-        reach it must not miss it."""
-        self._metrics.out_of_reach.inc()
+    async def _drop_dead(self, replica_id: str) -> None:
+        """Its machine answers, and its process does not listen any more. Drop it where requests were given to it, and
+        not again at once: one that comes back lives, and others who reach it must not miss it.
+
+        Whether one is dead of which no word comes at all its heartbeat tells: others may reach it.
+        """
         if not self._is_needed(replica_id):
             return
         now_s = self._clock.now()

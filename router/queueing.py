@@ -119,6 +119,8 @@ class Queueing(Generic[RequestT]):
         """Raises StateStoreError: the shared state cannot be reached, and no replica is connected."""
         if entry.trail is not None:
             entry.trail.queued(self._clock.now())
+        if entry.ticket.avoids != (avoids := self._connections.out_of_reach):
+            entry.ticket = replace(entry.ticket, avoids=avoids)
         try:
             result = await self._into_a_store(entry, limits)
         finally:
@@ -176,6 +178,17 @@ class Queueing(Generic[RequestT]):
             await self.enqueue(entry, NO_LIMITS)
         except StateStoreError as error:
             logger.warning("request %s waits for the shared state: %s", entry.request_id, error)
+
+    async def give_back(self, entry: Entry[RequestT]) -> None:
+        """It was given to a replica that is out of reach, since no other had a slot: others may have that one, and it
+        is queued again a heartbeat later."""
+        if not self.is_alone:
+            try:
+                await self._store.cancel([entry.request_id])
+            except StateStoreError as error:
+                logger.warning("request %s holds a slot that it cannot use: %s", entry.request_id, error)
+        await asyncio.sleep(self._terms.now.config.heartbeat_s)
+        await self.queue_again(entry)
 
     # Out of a queue, or off a replica
 

@@ -62,7 +62,10 @@ class Recovery(Generic[RequestT]):
             self._metrics.replicas_lost.inc()
             logger.warning("replica %s lost with %d requests on board", replica_id, len(stranded))
         movable = [entry for entry in stranded if self._take_back(entry)]
-        await self._queueing.drop(replica_id)
+        if connection.fell_silent and not self._queueing.is_alone:
+            self._connections.fell_silent(replica_id)
+        else:
+            await self._queueing.drop(replica_id)
         for entry in movable:
             self._background.spawn(self._queueing.queue_again(entry), "requeue")
 

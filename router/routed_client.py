@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 OutputsT = TypeVar("OutputsT")
 OUTPUT_QUEUE_FRAMES = 1024
+OUT_OF_REACH = 0.8  # of the silence that makes a replica dead: with the time of a connect that is over by then
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -227,6 +228,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
             self.recovery.recall(request_id)
         for connection in self.connections.missing(self.snapshot.replicas):
             await self.recovery.lost(connection)
+        self.connections.try_again(self.snapshot.replicas)
         if self.caches.have_a_say:  # replicas tell what they have cached to those that are connected
             self.connections.begin(self.snapshot.replicas)
         await self.queueing.look_after_waiting()
@@ -245,6 +247,12 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         await self.accounting.settlements.send()
 
     # What others ask
+
+    @property
+    def reaches_no_engine(self) -> bool:
+        """It has requests, and all replicas that live have been out of reach for a while."""
+        for_s = OUT_OF_REACH * self.terms.now.config.silence_s
+        return bool(self.ledger) and self.connections.reaches_none(self.snapshot.replicas, for_s)
 
     @property
     def snapshot(self) -> Snapshot:

@@ -56,6 +56,8 @@ class Sending(Generic[RequestT]):
                 self._accounting.planned(entry, entry.planned_key, (other.planned_key for other in unplaced))
             if (connection := self._connections.get(replica_id)) is not None:
                 self._send(entry, connection)
+            elif replica_id in self._connections.out_of_reach:
+                self._give_back(entry)
             else:
                 self._background.spawn(self._connect_and_send(entry, replica_id), "place")
         elif entry.state is not State.RECALLED and entry.replica_id != replica_id:  # elsewhere; else told twice
@@ -70,9 +72,13 @@ class Sending(Generic[RequestT]):
             return
         if (connection := self._connections.get(replica_id)) is not None:
             self._send(entry, connection)
-        else:  # no move: it was not on board, and a replica can stay out of reach for longer than any number of tries
-            entry.take_back("lost", self._clock.now())
-            await self._queueing.queue_again(entry)
+        else:
+            self._give_back(entry)
+
+    def _give_back(self, entry: Entry[RequestT]) -> None:
+        """No move: it was not on board, and a replica can stay out of reach for longer than any number of tries."""
+        entry.take_back("lost", self._clock.now())
+        self._background.spawn(self._queueing.give_back(entry), "give back")
 
     def _send(self, entry: Entry[RequestT], connection: ReplicaConnection) -> None:
         try:

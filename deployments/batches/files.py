@@ -3,7 +3,6 @@
 import hashlib
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -54,9 +53,9 @@ def owner_of(key: str | None) -> str:
     return NOBODY if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def new_id(kind: str) -> str:
-    """Ids sort by when they were made."""
-    return f"{kind}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+def new_id(kind: str, now_s: float) -> str:
+    """Ids sort by when they were made, by `Storage.now_s`."""
+    return f"{kind}{int(now_s * 1000):012x}{secrets.token_hex(10)}"
 
 
 def derived_id(kind: str, batch_id: str, part: str) -> str:
@@ -85,7 +84,7 @@ class CursorError(SluiceError):
 
 
 def page_of(
-    ids: Iterable[str], after: str | None, kind: str, limit: int, get: Callable[[str], T]
+    ids: Iterable[str], after: str | None, kind: str, limit: int, get: Callable[[str], T], now_s: float
 ) -> tuple[list[T], bool]:
     """Newest first, and whether more follow. `after` may have been removed meanwhile.
 
@@ -95,7 +94,7 @@ def page_of(
     Raises:
         CursorError: `after` never was an id.
     """
-    if after is not None and not (is_id(after, kind) and made_at_s(after) <= time.time() + CLOCKS_APART_S):
+    if after is not None and not (is_id(after, kind) and made_at_s(after) <= now_s + CLOCKS_APART_S):
         raise CursorError(f"after must be the id of a {kind[:-1]} on the page before, got {after[:64]!r}")
     found: list[T] = []
     for identity in sorted((each for each in ids if after is None or each < after), reverse=True):
@@ -116,8 +115,10 @@ class Files:
         self, owner: str, filename: str, chunks: Iterable[bytes], size: int, keep_s: float | None = None
     ) -> FileRecord:
         """Raises FullError: it does not fit."""
-        now = int(time.time())
-        record = FileRecord(new_id("file-"), size, now, now + int(keep_s or self._keep_s), filename, "batch")
+        self._storage.set_clock()
+        now_s = self._storage.now_s()
+        now = int(now_s)
+        record = FileRecord(new_id("file-", now_s), size, now, now + int(keep_s or self._keep_s), filename, "batch")
         self._ledger.enter(owner, _entry(record))
         try:
             self._storage.write(f"{self._folder(owner, record.id)}/content", chunks)
@@ -137,9 +138,9 @@ class Files:
         keep_s: float | None = None,
     ) -> FileRecord:
         """A file for which there is room. One with the caller's id may exist already, with the same content."""
-        identity = file_id or new_id("file-")
+        identity = file_id or new_id("file-", self._storage.now_s())
         size = self._storage.write(f"{self._folder(owner, identity)}/content", chunks)
-        now = int(time.time())
+        now = int(self._storage.now_s())
         record = FileRecord(identity, size, now, now + int(keep_s or self._keep_s), filename, purpose)
         self._write_record(owner, record)
         self._ledger.put(owner, _entry(self._record(owner, identity)))
@@ -154,7 +155,7 @@ class Files:
             record = self._record(owner, check_id(file_id, "file-"))
         except FileNotFoundError:
             raise NotFoundError(f"no file {file_id!r}") from None
-        if record.expires_at <= time.time():
+        if record.expires_at <= self._storage.now_s():
             raise NotFoundError(f"{file_id!r} has expired")
         return record
 
@@ -164,9 +165,10 @@ class Files:
 
     def page(self, owner: str, after: str | None, limit: int, purpose: str | None) -> tuple[list[FileRecord], bool]:
         """Newest first. Raises CursorError."""
-        entries = (each for each in self._ledger.entries(owner) if each.is_file and each.expires_at > time.time())
+        now_s = self._storage.now_s()
+        entries = (each for each in self._ledger.entries(owner) if each.is_file and each.expires_at > now_s)
         ids = (each.id for each in entries if purpose in (None, each.kind))
-        return page_of(ids, after, "file-", limit, partial(self.get, owner))
+        return page_of(ids, after, "file-", limit, partial(self.get, owner), now_s)
 
     def ids(self, owner: str) -> list[str]:
         return [name for name in self._storage.names(f"{owner}/files") if is_id(name, "file-")]

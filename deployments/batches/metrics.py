@@ -1,6 +1,5 @@
 """Metrics of batches, which one runner has for all routers."""
 
-import time
 from collections import Counter as Count
 from collections.abc import Collection, Mapping
 
@@ -48,13 +47,7 @@ class BatchMetrics:
             self.remaining.labels(model).set(sum(run.progress.remaining for run in batches))
             self.in_flight.labels(model).set(of_model.in_flight)
             self.limit.labels(model).set(of_model.policy.limit)
-            self.expected_late.labels(model).set(sum(map(_is_late, batches)))
+            self.expected_late.labels(model).set(sum(run.is_expected_late for run in batches))
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
-
-
-def _is_late(run: BatchRun) -> bool:
-    """One whose pace is unknown is late once its window is over."""
-    end_s = run.progress.expected_end or 0
-    return max(end_s, time.time()) > run.record.expires_at

@@ -4,7 +4,6 @@ It holds one bit for each line in memory, and no more lines and results than the
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
@@ -96,6 +95,16 @@ class BatchRun:
         return Waiting(batch_id=record.id, key=record.key or "", expires_at_s=record.expires_at)
 
     @property
+    def left_s(self) -> float:
+        """Seconds that are left of its window."""
+        return max(0.0, self.record.expires_at - self._batches.now_s())
+
+    @property
+    def is_expected_late(self) -> bool:
+        """At its pace it ends after its window; one whose pace is unknown is late once that is over."""
+        return max(self.progress.expected_end or 0, self._batches.now_s()) > self.record.expires_at
+
+    @property
     def model(self) -> str:
         assert self.progress.model is not None, "it has been validated"
         return self.progress.model
@@ -120,7 +129,7 @@ class BatchRun:
     async def validate(self, models: Collection[str], max_lines: int) -> None:
         """Its status is in_progress or failed afterwards. Raises FencedError: another runner runs it."""
         found = await self.folder(self._validated, models, max_lines)
-        now = int(time.time())
+        now = int(self._batches.now_s())
         if found.errors:
             errors = tuple(found.errors)
             await self._end(Progress(status="failed", model=found.model, errors=errors, ended_at=now))
@@ -179,7 +188,7 @@ class BatchRun:
             FencedError: another runner runs it.
         """
         if self._results:
-            now, progress = time.time(), self.progress
+            now, progress = self._batches.now_s(), self.progress
             self._answered.append((now, progress.total - progress.remaining))
             end_s = expected_end_s(self._answered, progress.total)
             await self._append(replace(progress, expected_end=None if end_s is None else int(end_s)))
@@ -217,7 +226,7 @@ class BatchRun:
         files = await self.folder(self._write_files)
         progress = self.progress
         assert progress.ending is not None, "what is finalizing knows what it becomes"
-        ended = replace(progress, status=progress.ending, ended_at=int(time.time()), **files)
+        ended = replace(progress, status=progress.ending, ended_at=int(self._batches.now_s()), **files)
         if lost := progress.remaining:
             why = f"{lost} requests have neither an answer nor an error: the folder has lost their lines"
             errors = (*progress.errors, LineError("lines_lost", why))
@@ -227,7 +236,7 @@ class BatchRun:
     async def end_unread(self, ending: Status) -> None:
         """It was cancelled, or its window was over, before anyone could say whether it is right."""
         error = LineError("not_begun", "no router told which models there are: nothing was read, and nothing sent")
-        await self._end(Progress(status=ending, errors=(error,), ended_at=int(time.time())))
+        await self._end(Progress(status=ending, errors=(error,), ended_at=int(self._batches.now_s())))
 
     async def _end(self, progress: Progress) -> None:
         await self.folder(self._log.end, progress)
@@ -253,7 +262,7 @@ class BatchRun:
             with suppress(InputLostError):  # what is left is lost
                 await self._give_up_lines(ending)
         closed = replace(self.progress, status="finalizing", ending=ending, expected_end=None)
-        await self._append(replace(closed, finalizing_at=int(time.time())))
+        await self._append(replace(closed, finalizing_at=int(self._batches.now_s())))
 
     async def _give_up_lines(self, ending: Status) -> None:
         """Each line without an answer gets an error. Raises InputLostError."""

@@ -181,7 +181,7 @@ class Runner:
                 if (ending := await self._ending(run)) is not None:
                     return ending
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(min(self._section.segment_s, _left_s(run))):
+                    async with asyncio.timeout(min(self._section.segment_s, run.left_s)):
                         await run.wake.wait()
                 run.wake.clear()
                 await run.flush()
@@ -198,7 +198,7 @@ class Runner:
         """How a batch ends whose requests are not all answered; None while it goes on."""
         if await run.folder(self._batches.cancelled_at, run.record) is not None:
             return "cancelled"
-        return "expired" if _left_s(run) <= 0 else None
+        return "expired" if run.left_s <= 0 else None
 
     async def _send_all(self, run: BatchRun) -> None:
         places, waiting = self._places_of(run.model), run.waiting
@@ -302,8 +302,3 @@ def _error_type(status: int | None) -> str | None:
     if status is None:
         return "unanswered"
     return str(status) if status >= HTTPStatus.BAD_REQUEST else None
-
-
-def _left_s(run: BatchRun) -> float:
-    """Seconds that are left of its window."""
-    return max(0.0, run.record.expires_at - time.time())

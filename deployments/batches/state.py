@@ -247,9 +247,11 @@ class Batches:
         self, owner: str, key: str | None, asked: BatchRequest, window_s: float, input_bytes: int = 0
     ) -> BatchRecord:
         """Raises FullError: what it may write does not fit."""
-        now = int(time.time())
+        self._storage.set_clock()
+        now_s = self._storage.now_s()
+        now = int(now_s)
         record = BatchRecord(
-            id=new_id("batch_"),
+            id=new_id("batch_", now_s),
             owner=owner,
             key=key,
             created_at=now,
@@ -289,7 +291,7 @@ class Batches:
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Newest first. Raises CursorError."""
         ids = (each.id for each in self._ledger.entries(owner) if not each.is_file)
-        return page_of(ids, after, "batch_", limit, partial(self.get, owner))
+        return page_of(ids, after, "batch_", limit, partial(self.get, owner), self._storage.now_s())
 
     def _is_whole(self, owner: str, batch_id: str) -> bool:
         return self._storage.exists(f"{_folder(owner, batch_id)}/batch")
@@ -299,7 +301,7 @@ class Batches:
 
     def cancel(self, record: BatchRecord) -> None:
         """Cancelled at the first call; others change nothing."""
-        now = str(int(time.time())).encode()
+        now = str(int(self._storage.now_s())).encode()
         self._storage.create(f"{_folder(record.owner, record.id)}/cancel", now)
 
     def cancelled_at(self, record: BatchRecord) -> int | None:
@@ -308,6 +310,10 @@ class Batches:
             return int(self._storage.read(f"{_folder(record.owner, record.id)}/cancel"))
         except FileNotFoundError:
             return None
+
+    def now_s(self) -> float:
+        """As `Storage.now_s`: the clock by which windows are set and judged."""
+        return self._storage.now_s()
 
     def log(self, record: BatchRecord) -> Log:
         return Log(self._storage, _folder(record.owner, record.id))
@@ -319,6 +325,7 @@ class Batches:
 
     def opened(self) -> Iterator[BatchRecord]:
         """Batches that have not ended, oldest first."""
+        self._storage.set_clock()
         for owner, batch_id in self.open_ids():
             if self._is_whole(owner, batch_id):
                 try:
@@ -327,7 +334,7 @@ class Batches:
                     logger.error("%s of %s cannot be read, so it does not run: %s", batch_id, owner, error)
                 else:
                     yield record
-            elif time.time() - made_at_s(batch_id) > 3600:  # its creator has been lost before it was written
+            elif self._storage.now_s() - made_at_s(batch_id) > 3600:  # its creator has been lost before it was written
                 self._storage.remove(_open(owner, batch_id))
                 self.remove(owner, batch_id)
 
@@ -351,7 +358,7 @@ class Batches:
         log.end_as_it_is()
         log.remove()
         size = self._storage.size_of_folder(folder) + RECORD_BYTES
-        expires_at = int(time.time() + self._section.keep_s)
+        expires_at = int(self._storage.now_s() + self._section.keep_s)
         self._ledger.put(owner, Entry(batch_id, ENDED_BATCH, size, expires_at))
 
     def remove(self, owner: str, batch_id: str) -> None:

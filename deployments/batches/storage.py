@@ -4,10 +4,13 @@ What is written is there whole or not at all. All calls block: run them in threa
 """
 
 import io
+import math
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -16,6 +19,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from policies.errors import ConfigError
 
+CLOCK_GOOD_S = 600.0  # in which two clocks drift apart by some ten milliseconds
 CHUNK_BYTES = 1 << 20  # read or written at once
 _AHEAD_BYTES = 4 << 20  # that a file of an object store reads ahead, and keeps while it is open: 50 MB with s3fs
 _PART = ".part"
@@ -38,9 +42,43 @@ class Storage:
         except Exception as error:  # of its package, of any kind
             raise ConfigError(f"batches.folder cannot be used: {type(error).__name__}: {error}") from error
         self._is_local = isinstance(self._fs, LocalFileSystem)
+        self._ahead_s, self._look_again_s = 0.0, -math.inf
 
     def _path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
+
+    def now_s(self) -> float:
+        """Unix seconds by the clock of what keeps the folder, as `set_clock` found it last; before that by our own.
+
+        Routers and runners have clocks of their own: the end of a batch's window is set by one and judged by another.
+        """
+        return time.time() + self._ahead_s
+
+    def set_clock(self) -> None:
+        """Look at that clock again, by the time of a file that is written for it. Stores tell it in whole seconds, and
+        one that tells none (by fsspec's `modified`) is taken to go by ours."""
+        if time.monotonic() < self._look_again_s:
+            return
+        path, asked_s = f"clock.{secrets.token_hex(8)}", time.time()
+        self.create(path, b"")
+        answered_s = time.time()
+        try:
+            with suppress(NotImplementedError):
+                self._ahead_s = self._time_of(path) - (asked_s + answered_s) / 2
+        finally:
+            self.remove(path)
+        self._look_again_s = time.monotonic() + CLOCK_GOOD_S
+
+    def _time_of(self, path: str) -> float:
+        """Raises NotImplementedError: the store does not tell."""
+        try:
+            with _as_os_error():
+                modified: datetime = self._fs.modified(self._path(path))
+        except OSError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                raise error.__cause__ from None
+            raise
+        return (modified if modified.tzinfo else modified.replace(tzinfo=UTC)).timestamp()
 
     def read(self, path: str) -> bytes:
         """Raises FileNotFoundError."""

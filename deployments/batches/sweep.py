@@ -1,7 +1,5 @@
 """Removes what has expired, and what a process that was lost left half written; makes the ledger true again."""
 
-import time
-
 from deployments.batches.files import Files, derived_id, made_at_s
 from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.state import Batches, BatchRecord
@@ -51,15 +49,15 @@ class Sweep:
         for file_id in set(self._files.ids(owner)) - known:
             self._find_file(owner, file_id, is_needed=file_id in needed)
         for batch_id in set(self._batches.ids(owner)) - known - of_open:
-            if _age_s(batch_id) > YOUNG_S:
+            if self._age_s(batch_id) > YOUNG_S:
                 self._batches.settle(owner, batch_id)
 
     def _look_at(self, owner: str, entry: Entry) -> None:
-        age_s = _age_s(entry.id)
+        age_s = self._age_s(entry.id)
         if entry.kind == OPEN:  # it is not: its creator was lost, or who ended it
             if age_s > YOUNG_S:
                 self._batches.settle(owner, entry.id)
-        elif entry.expires_at <= time.time():
+        elif entry.expires_at <= self._batches.now_s():
             (self._files if entry.is_file else self._batches).remove(owner, entry.id)
         elif entry.is_file and YOUNG_S < age_s < LOOKED_AT_S and not self._files.is_whole(owner, entry.id):
             self._files.remove(owner, entry.id)
@@ -68,9 +66,8 @@ class Sweep:
         """One without an entry: of an earlier version, or of a process that was lost."""
         if self._files.is_whole(owner, file_id):
             self._files.enter_anew(owner, file_id)
-        elif not is_needed and _age_s(file_id) > LOOKED_AT_S:
+        elif not is_needed and self._age_s(file_id) > LOOKED_AT_S:
             self._files.remove(owner, file_id)
 
-
-def _age_s(identity: str) -> float:
-    return time.time() - made_at_s(identity)
+    def _age_s(self, identity: str) -> float:
+        return self._batches.now_s() - made_at_s(identity)

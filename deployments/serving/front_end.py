@@ -95,12 +95,15 @@ class FrontEnd:
         await self.clients.answering.entrance.charge(tenant, tokens)
 
     def check_health(self) -> None:
-        """Raises SluiceError when no more outputs are read, as by vLLM's after one that it cannot process.
+        """Raises SluiceError when no more outputs are read, as by vLLM's after one that it cannot process, or when it
+        has requests and reaches no replica, though they live: HAProxy is to pass over it.
 
         It answers 500 from then on. What it says of engine replicas that are missing is no matter of this process.
         """
         if self.reader.errored:
             raise SluiceError(f"the front end of {self.name} reads no more outputs")
+        if self.clients.answering.reaches_no_engine:
+            raise SluiceError(f"no engine replica of {self.name} can be reached from here, though they live")
 
     async def load(self) -> Load:
         """Raises StateStoreError: the shared state cannot be reached."""

@@ -261,6 +261,8 @@ class Dispatcher:
             and replica.terms.takes(ticket.slo_class)
             and (owed or _may_start_at(ticket, replica))
         }
+        if ticket.avoids:
+            offers = {each: offer for each, offer in offers.items() if each not in ticket.avoids} or offers
         chosen = self._placement(ticket, offers) if offers else None
         return None if chosen is None else replicas[chosen]
 

@@ -35,6 +35,7 @@ class Ticket:
         bucket: its bucket of prompt length; class, bin and bucket make its lane. 0 where there are no buckets.
         prompt_tokens: by which it moves to another bucket when the edges of buckets change; None never moves.
         api_key: name of its API key, for the turns of keys (policies.router.turns); "" without a key.
+        avoids: replicas that its router cannot reach: none of them takes it while another has a slot for it.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class Ticket:
     bucket: int = 0
     prompt_tokens: int | None = None
     api_key: str = ""
+    avoids: tuple[str, ...] = ()
 
     def unread_at(self, replica_id: str) -> int:
         """Prompt tokens that this replica has to read."""

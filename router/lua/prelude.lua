@@ -374,13 +374,12 @@ local function serves(replica, class)
 end
 
 -- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with
--- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step} ..., and the least number of prompts
--- that one of them has to read.
+-- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step, how many prompts it has to read} ...
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
 local function offers_to(ticket, owed)
-  local free, offers, others = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}, math.huge
+  local free, offers = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}
   if not free[1] then
-    return offers, 0
+    return offers
   end
   local ids = {}
   for i = 1, #free, 2 do
@@ -397,16 +396,32 @@ local function offers_to(ticket, owed)
     if is_for(classes[i] or '', ticket[SLO_CLASS]) and not (late and most and ahead > 0) then
       local unread, pace = left[id] or ticket[UNREAD_TOKENS], token_s or ticket[PROMPT_TOKEN_S] * slowness
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
-      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness }
-      others = math.min(others, tonumber(prompts[i] or 0))
+      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness, tonumber(prompts[i] or 0) }
     end
   end
-  return offers, others
+  return offers
+end
+
+-- Those of replicas that the ticket's router can reach, if there are any.
+local function within_reach(ticket, offers)
+  local avoided, kept = {}, {}
+  for _, id in ipairs(ticket[AVOIDS]) do
+    avoided[id] = true
+  end
+  for _, offer in ipairs(offers) do
+    if not avoided[offer[1]] then
+      kept[#kept + 1] = offer
+    end
+  end
+  return kept[1] and kept or offers
 end
 
 -- policies.router.placement.prices_s, in the place of seconds for the prompts ahead, and the least of all.
-local function least_price_s(offers, others)
-  local least_s = math.huge
+local function least_price_s(offers)
+  local others, least_s = math.huge, math.huge
+  for _, offer in ipairs(offers) do
+    others = math.min(others, offer[6])
+  end
   for _, offer in ipairs(offers) do
     offer[3] = offer[3] + offer[4] * (1 + others)
     least_s = math.min(least_s, offer[3])
@@ -417,8 +432,8 @@ end
 -- policies.router.placement.soonest, or nil when there is no offer: the least price; of those less than a step dearer the
 -- least work, then the price, then the id.
 local function choose(ticket, owed)
-  local offers, others = offers_to(ticket, owed)
-  local least_s = least_price_s(offers, others)
+  local offers = within_reach(ticket, offers_to(ticket, owed))
+  local least_s = least_price_s(offers)
   local best
   for _, other in ipairs(offers) do
     if other[3] - other[5] <= least_s then

@@ -398,6 +398,17 @@ async def test_a_prompt_that_was_taken_for_cached_counts_once_its_replica_says_s
     assert await store.enqueue(prompt("y", 100, prefixes=(("q", 50),))) == [Assignment("y", "p")]
 
 
+async def test_a_replica_out_of_its_routers_reach_takes_a_ticket_where_no_other_has_a_slot(store: StateStore) -> None:
+    await store.register_replica(info("p"), 2)
+    await store.register_replica(info("q"), 2, slowness=9.0)
+    placed = [(await store.enqueue(ticket(f"x{n}", avoids=("p",))))[0].replica_id for n in range(3)]
+    assert placed == ["q", "q", "p"]
+    assert await store.enqueue(ticket("of another router", router_id="b")) == [Assignment("of another router", "p")]
+    await store.enqueue(ticket("waits", avoids=("p",)))
+    await store.release("p", ["x2"])
+    assert await store.locate(["waits"]) == ["p"]
+
+
 async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_come_back(store: StateStore) -> None:
     await store.register_replica(info("p"), 0)
     await store.register_replica(info("q"), 0, slowness=0.5)
@@ -1203,6 +1214,7 @@ tickets = st.builds(
     late_key=st.sampled_from([None, None, 2.0, banded(Band.LATE, PASSED_S), banded(Band.LATE, FAR_S)]),
     prompt_token_s=st.sampled_from([0.0, 0.25, FAR_S]),
     unread_tokens=st.sampled_from([0, 10, 25]),
+    avoids=st.sampled_from([(), (), ("p",), ("p", "q"), ("p", "q", "r")]),
 )
 quotas = st.builds(quota, st.integers(0, 2), st.sampled_from(QUOTAS))
 limits = st.builds(
@@ -1287,6 +1299,7 @@ in_turn = st.builds(
     late_key=st.sampled_from([banded(Band.LATE, at_s) for at_s in (PASSED_S, FAR_S, FAR_S + 1)]),
     predicted_output_tokens=st.sampled_from([None, 3.0, 15.0]),
     unread_tokens=st.sampled_from([0, 0, 10]),
+    avoids=st.sampled_from([(), (), ("p",)]),
 )
 turn_moves = {
     "enqueue": st.tuples(st.just("enqueue"), in_turn, st.just(NO_LIMITS)),

@@ -27,7 +27,7 @@ from tests.router.service import (
     timed,
     told,
 )
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, until, until_async
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -343,6 +343,48 @@ async def test_a_replica_that_accepts_and_says_nothing_costs_no_move(
         await service.replica()
         await service.finish(answers)
     assert front_end.count("requests_recovered_total", way="requeued") == 0
+
+
+async def test_a_replica_that_one_router_cannot_reach_serves_the_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of two versions, of which each reaches its own."""
+    replicas = [await service.replica(version=version) for version in ("fake-1", "fake-2")]
+    front_ends = [await service.front_end(version=version) for version in ("fake-1", "fake-2")]
+    dropped: list[str] = []
+    for front_end in front_ends:
+        monkeypatch.setattr(front_end.client.store, "drop_replica", dropped.append)
+    await service.finish([*await front_ends[0].ask_many(10), *await front_ends[1].ask_many(10)])
+    assert [replica.engine.taken for replica in replicas] == [10, 10]
+    assert any(front_end.client.connections.out_of_reach for front_end in front_ends)
+    assert dropped == []
+
+
+async def test_a_router_that_reaches_no_replica_though_they_live_says_so_until_it_does(service: Service) -> None:
+    await service.replica(version="fake-2")
+    front_end = await service.front_end(silence_s=10 * HEARTBEAT_S)
+    await asyncio.sleep(12 * HEARTBEAT_S)
+    assert not front_end.client.reaches_no_engine, "nothing was wanted of it"
+    answers = await front_end.ask_many(2)
+    await until(lambda: front_end.client.reaches_no_engine)
+    await service.replica()
+    await service.finish(answers)
+    await until(lambda: not front_end.client.reaches_no_engine)
+
+
+async def test_a_replica_that_refuses_connections_is_dead_and_no_trouble_of_the_router(service: Service) -> None:
+    front_end = await service.front_end(silence_s=10 * HEARTBEAT_S)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        await service.store.register_replica(info("dead", port=closed.getsockname()[1]), 4, [])
+    answers = await front_end.ask_many(2)
+    await until_async(lambda: is_dropped(service, "dead"))
+    assert not front_end.client.connections.out_of_reach
+    await service.replica()
+    await service.finish(answers)
+
+
+async def is_dropped(service: Service, replica_id: str) -> bool:
+    return replica_id not in (await service.store.snapshot()).replicas
 
 
 async def test_a_replica_that_comes_back_and_stays_out_of_reach_holds_no_request_beyond_its_wait(

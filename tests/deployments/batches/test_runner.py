@@ -403,7 +403,7 @@ def test_what_an_earlier_version_or_a_lost_process_has_left_is_put_in_order(
     folder.batches.log(ended).append(Progress(status="completed"), [])
     folder.storage.remove("me/ledger")
     folder.storage.remove(f"open/{ended.id}.me")
-    half = new_id("file-")
+    half = new_id("file-", time.time())
     folder.storage.create(f"me/files/{half}/content", b"xxxx")
     later_s = module.time.time() + 2 * 86_400
     monkeypatch.setattr(module.time, "time", lambda: later_s)

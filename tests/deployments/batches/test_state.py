@@ -1,11 +1,13 @@
 """What a batch has come to, in files."""
 
+import time
 from pathlib import Path
 
 import pytest
 
-from deployments.batches.files import NotFoundError, new_id
+from deployments.batches.files import Files, NotFoundError, new_id
 from deployments.batches.lines import LineError
+from deployments.batches.run import BatchRun
 from deployments.batches.state import Batches, BatchRecord, FencedError, Progress, Result, Tokens
 from deployments.batches.storage import Storage
 from deployments.config.services import BatchesSection
@@ -18,7 +20,8 @@ def batches(tmp_path: Path) -> Batches:
 
 
 def made(batches: Batches, owner: str = "me") -> BatchRecord:
-    return batches.create(owner, None, asking(new_id("file-"), metadata={"for": "tests"}), window_s=86_400.0)
+    input_file_id = new_id("file-", time.time())
+    return batches.create(owner, None, asking(input_file_id, metadata={"for": "tests"}), window_s=86_400.0)
 
 
 def test_a_log_is_read_as_it_was_written(batches: Batches) -> None:
@@ -124,3 +127,21 @@ def test_a_batch_that_failed_tells_its_errors(batches: Batches) -> None:
     batches.log(record).append(Progress(status="failed", errors=(LineError(**error),), ended_at=7), [])
     shown = batches.as_openai(record)
     assert (shown["failed_at"], shown["errors"]["data"]) == (7, [error])
+
+
+def test_a_window_is_set_and_judged_by_the_folders_clock_whatever_hosts_clocks_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, section = time.time, BatchesSection()
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)  # the host of the router
+    asked = Batches(Storage(str(tmp_path)), section)
+    record = asked.create("me", None, asking(new_id("file-", real())), window_s=600.0)
+    assert record.expires_at == pytest.approx(real() + 600, abs=60)
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)  # that of the runner
+    storage = Storage(str(tmp_path))
+    batches = Batches(storage, section)
+    assert list(batches.opened()) == [record]
+    run = BatchRun(record, batches, Files(storage, section))
+    assert 540 < run.left_s <= 601
+    assert not run.is_expected_late
+    assert storage.names("") == ["me", "open"]

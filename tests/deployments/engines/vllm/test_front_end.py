@@ -51,11 +51,23 @@ class Outputs:
         return await self.queue.get()
 
 
+def test_a_router_that_reaches_no_engine_though_they_live_is_passed_over() -> None:
+    answering = SimpleNamespace(reaches_no_engine=True)
+    reader, clients = SimpleNamespace(errored=False), SimpleNamespace(answering=answering)
+    front_end: Any = SimpleNamespace(reader=reader, name="demo", clients=clients)
+    with pytest.raises(SluiceError, match="no engine replica of demo can be reached from here"):
+        FrontEnd.check_health(front_end)
+    answering.reaches_no_engine = False
+    FrontEnd.check_health(front_end)
+
+
 async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     outputs = Outputs()
     args = parse_vllm_args(["--model", str(DEMO_MODEL), *DEMO_ARGS, "--disable-log-stats"])
     llm = RoutedAsyncLLM(args, outputs, None)
-    front_end: Any = SimpleNamespace(reader=llm, name="demo")  # a whole one is made for a process of its own
+    answering = SimpleNamespace(reaches_no_engine=False)
+    # A whole one is made for a process of its own.
+    front_end: Any = SimpleNamespace(reader=llm, name="demo", clients=SimpleNamespace(answering=answering))
     llm._run_output_handler()
     await outputs.queue.put(EngineCoreOutputs())
     await until(lambda: outputs.queue.empty())
