@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.hosts.cluster import UNIT, Cluster, Load
+from tests.hosts.cluster import UNIT, WORKERS, Cluster, Load
 from tests.hosts.lab import Host
 from tests.hosts.outcome import Outcome, outcome, texts
 
@@ -22,6 +22,7 @@ class Fault:
     lasts_s: how long it is there.
     asks: the hosts that clients ask.
     after_s: how long clients go on once it is healed.
+    prepares: what is done before there is any load.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Fault:
     lasts_s: float = 0.0
     asks: Callable[[Cluster], Sequence[Host]] = lambda cluster: (cluster.head,)
     after_s: float = AFTER_S
+    prepares: Callable[[Cluster], None] = lambda cluster: None
 
 
 @dataclass
@@ -50,6 +52,7 @@ def first_run(cluster: Cluster) -> Trial:
 def undergo(trial: Trial, fault: Fault) -> Outcome:
     """Returns once the clients have ended and the cluster is whole again."""
     cluster = trial.cluster
+    fault.prepares(cluster)
     with Load(cluster, fault.asks(cluster)) as load:
         time.sleep(STEADY_S)
         with fault.does(cluster):
@@ -84,19 +87,19 @@ def one_way(cluster: Cluster) -> Iterator[None]:
     first.unblock(second)
 
 
+def join(cluster: Cluster) -> None:
+    """A further worker, which has no replica until another one is drained."""
+    cluster.join(next(cluster.switch[name] for name in WORKERS if cluster.switch[name] not in cluster.workers))
+
+
 @contextmanager
 def drain(cluster: Cluster) -> Iterator[None]:
-    """A further worker joins, and one is drained onto it and stopped."""
-    (spare,) = (cluster.switch[name] for name in SPARE if cluster.switch[name] not in cluster.workers)
-    cluster.join(spare)
+    """One worker is drained onto the one that has joined, and stopped."""
     host = cluster.workers[0]
     cluster.drain(host)
     host.stop(UNIT)
     host.power_loss()
     yield
-
-
-SPARE = ("worker-1", "worker-2", "worker-3")
 
 
 def workers(cluster: Cluster) -> Sequence[Host]:
@@ -117,5 +120,5 @@ FAULTS = (
     Fault("the head cut off for 35 s", lambda c: cut(c.head), 35.0, asks=workers, after_s=LATE_S),
     Fault("power loss of a worker, asked through the head", power_loss, 40.0),
     Fault("power loss of a worker, asked through the other", power_loss, 40.0, asks=other_worker),
-    Fault("a worker drained, another one in its place", drain),
+    Fault("a worker drained, another one in its place", drain, prepares=join),
 )

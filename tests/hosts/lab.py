@@ -64,7 +64,7 @@ class _Namespaces:
     """A process in new namespaces that stays for as long as it is not killed."""
 
     def __init__(self, script: str, *arguments: str, kinds: tuple[str, ...] = NAMESPACES) -> None:
-        command = ["unshare", *kinds, "--fork", "--kill-child"]
+        command = ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds, "--fork", "--kill-child"]
         command += ["--mount-proc"] if "--pid" in kinds else []
         self._outer = subprocess.Popen(
             [*command, "bash", "-c", script, "init", *arguments],
