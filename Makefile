@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest --durations=15
 STAGE  := sh tests/stage.sh
 UNITS  := tests --ignore=tests/integration -n 2 --dist worksteal
 
-.PHONY: help serve test test-all test-fresh test-system test-unit soak check venv lock bench clean
+.PHONY: help serve test test-all test-fresh test-hosts test-system test-unit soak check venv lock bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ test-all: test ## everything: the long suites of tests/suites.py after `make tes
 test-fresh: venv ## make serve and make test on a new Debian 12 and 13; as root, twenty minutes
 	@sh requirements/system.sh test-fresh
 	@$(BIN)/python -m tests.suites fresh
+
+test-hosts: venv ## a cluster of several hosts that lose power, cables and the head; as root, half an hour
+	@$(BIN)/python -m tests.suites hosts
 
 test-system:
 	@sh requirements/system.sh test

@@ -199,4 +199,6 @@ def engine_env(config: AppConfig) -> dict[str, str]:
         # Ray (2.60) shows a replica that has asked for no GPU all that the machine has, and each such engine would take
         # the first one.
         env |= cpu_env(eager=config.runs_eagerly) | {"CUDA_VISIBLE_DEVICES": ""}
+    if not config.engine.placement_group_bundles:
+        env["GLOO_SOCKET_IFNAME"] = "lo"  # all its ranks are on one host: nobody else needs their dozen ports
     return env | config.engine.env

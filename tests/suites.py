@@ -166,6 +166,14 @@ SUITES = (
         6.5,
     ),
     Suite(
+        "hosts",
+        "a cluster of hosts in namespaces: power, cables, the head and Redis are lost; as root",
+        ("tests/hosts",),
+        (*SERVING, "docs/guides/several-hosts.md"),
+        30.0,
+        in_ci=False,
+    ),
+    Suite(
         "chart",
         "any values, other versions of KubeRay, and the rendered chart on a real Ray",
         ("tests/k8s",),

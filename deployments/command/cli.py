@@ -105,21 +105,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Arguments after "--" go to vLLM as they are if the command has an engine. `command_line` is the whole command.
+    """Arguments after "--" go to vLLM as they are if the command has an engine, and to Ray if it makes a unit for it.
+
+    `command_line` is the whole command.
 
     Raises:
         SystemExit: after usage and what is wrong.
     """
     at = argv.index("--") if "--" in argv else len(argv)
-    root, ours, vllm_args = parser(), argv[:at], argv[at + 1 :]
+    root, ours, others = parser(), argv[:at], argv[at + 1 :]
     options, unknown = root.parse_known_args(ours)
-    has_engine = options.command in ("serve", "calibrate")
+    has_engine, has_ray = options.command in ("serve", "calibrate"), options.command == "env" and options.unit
     if unknown:
-        hint = f"; {_behind_dashes(ours, unknown, vllm_args)}" if has_engine else ""
+        hint = f"; {_behind_dashes(ours, unknown, others)}" if has_engine else ""
         root.error(f"unrecognized arguments: {shlex.join(unknown)}{hint}")
-    if vllm_args and not has_engine:
-        root.error(f"sluice {options.command} has no engine that could take what follows --: {shlex.join(vllm_args)}")
-    options.vllm_args, options.command_line = list(vllm_args), shlex.join(("sluice", *argv))
+    if others and not (has_engine or has_ray):
+        root.error(f"sluice {options.command} has no engine that could take what follows --: {shlex.join(others)}")
+    options.vllm_args, options.ray_start = list(others) if has_engine else [], list(others) if has_ray else []
+    options.command_line = shlex.join(("sluice", *argv))
     return options
 
 

@@ -1,10 +1,11 @@
-"""`sluice env`: the environment in which Ray is to start on this machine, as lines for a shell."""
+"""`sluice env`: the environment in which Ray is to start on this machine, for a shell or for systemd."""
 
 import argparse
+import getpass
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deployments.command.claims import check_address, own_folder, port_number
@@ -17,13 +18,16 @@ from deployments.process.environment import (
     loopback_env,
     most_files,
     serve_env,
+    several_hosts_env,
 )
 
 AUTH_MODE_ENV = "RAY_AUTH_MODE"
+_RESTART_S = 5  # until a unit starts Ray again
 _EPILOG = """\
 examples:
   eval "$(sluice env)"                on every node of a cluster, before `ray start` and before `serve deploy`
   eval "$(sluice env --loopback)"     for a Ray on this machine alone: nothing of it listens to the outside
+  sluice env --unit -- --head         a unit of systemd's that runs `ray start --block --head`, and starts it again
 
 What is not as it should be here, and what to do about it, goes to standard error."""
 
@@ -32,11 +36,19 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     env = commands.add_parser(
         "env",
         help="print the environment in which Ray is to start on this machine",
-        description="Print, as lines for a shell, what Ray has to find in its environment on this machine.",
+        description="Print, as lines for a shell or as a unit of systemd's, what Ray has to find in its environment on "
+        "this machine.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    env.add_argument("--loopback", action="store_true", help="for a Ray that lives on this machine alone")
+    kind = env.add_mutually_exclusive_group()
+    kind.add_argument("--loopback", action="store_true", help="for a Ray that lives on this machine alone")
+    kind.add_argument(
+        "--unit",
+        action="store_true",
+        help="a unit of systemd's that runs `ray start` with the options after --, as this user, and again whenever it "
+        "ends; it also reads ~/sluice.env, for what is secret",
+    )
     env.add_argument(
         "--port",
         type=port_number,
@@ -53,8 +65,11 @@ def run(options: argparse.Namespace) -> None:
         **(_on_loopback(options.port) if options.loopback else _on_a_cluster()),
         **auth_env(os.environ),
     }
-    for name, value in env.items():
-        print(f"export {name}={shlex.quote(value)}")
+    if options.unit:
+        env["RAY_SERVE_HAPROXY_MAXCONN"] = str(MAX_CONNECTIONS)  # it has a limit of its own
+        print(_unit(env, options.ray_start))
+    else:
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items()))
     connections = int(env["RAY_SERVE_HAPROXY_MAXCONN"])
     if connections < MAX_CONNECTIONS:
         _note(
@@ -68,8 +83,46 @@ def run(options: argparse.Namespace) -> None:
         )
 
 
+def _unit(env: Mapping[str, str], options: Sequence[str]) -> str:
+    """A raylet that the head took for dead ends itself, with all that runs on its host: nobody else starts it anew."""
+    bin_folder = Path(sys.executable).parent
+    variables = {"PATH": f"{bin_folder}:{os.defpath}", **env}
+    lines = [f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()]
+    return "\n".join(
+        [
+            "[Unit]",
+            "Description=Ray, as Sluice wants it",
+            "Wants=network-online.target",
+            "After=network-online.target",
+            "StartLimitIntervalSec=0",
+            "",
+            "[Service]",
+            f"User={getpass.getuser()}",
+            *lines,
+            f"EnvironmentFile=-{Path.home() / 'sluice.env'}",
+            " ".join(["ExecStart=" + str(bin_folder / "ray"), "start --block", *map(_quoted, options)]),
+            "Restart=always",
+            f"RestartSec={_RESTART_S}",
+            f"LimitNOFILE={files_for(MAX_CONNECTIONS)}",
+            "",
+            "[Install]",
+            "WantedBy=multi-user.target",
+        ]
+    )
+
+
+def _quoted(word: str) -> str:
+    """As systemd reads it."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"' if any(each in word for each in " \"'\\") else escaped
+
+
 def _on_a_cluster() -> dict[str, str]:
-    env = {"RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())), "SLUICE_HAPROXY": haproxy_binary()}
+    env = {
+        **several_hosts_env(),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())),
+        "SLUICE_HAPROXY": haproxy_binary(),
+    }
     if os.access(HAPROXY, os.X_OK):
         return env | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY)}
     _note(f"Ray Serve cannot run {HAPROXY}, and starts HAProxy without it: chmod +x {HAPROXY}, and print this again")

@@ -58,6 +58,23 @@ def serve_env() -> dict[str, str]:
     }
 
 
+def several_hosts_env() -> dict[str, str]:
+    """On top of `serve_env`, for a Ray of several hosts: one that is cut off for a minute, the head too, lives on.
+
+    TCP tries again ever more seldom: a connection goes on up to as long after a cut as that has lasted, and only if
+    neither end has given it up. docs/guides/several-hosts.md says what these settings cost when a host is really dead.
+    """
+    return {
+        # Checks in a row without an answer, one in 13 s, after which the head takes a host for dead; the host then ends
+        # itself, with all that streams through it. Ray's own five are over a minute after a cut of half a minute began.
+        "RAY_health_check_failure_threshold": "10",
+        # With Ray's own 20 s a replica closes its connection to Serve's controller, which takes that for its death.
+        "RAY_grpc_keepalive_timeout_ms": "120000",
+        # A proxy is ended, streams and all, after three checks without an answer; a dead HAProxy is told at once.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    }
+
+
 def connections_within(max_files: int) -> int:
     """MAX_CONNECTIONS, or as many as a hard limit of open files leaves room for; RLIM_INFINITY is none."""
     if max_files == resource.RLIM_INFINITY:

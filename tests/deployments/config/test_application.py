@@ -488,6 +488,13 @@ def test_an_engine_that_asked_for_no_gpu_sees_none() -> None:
     assert engine_env(config(engine={"env": {"CUDA_VISIBLE_DEVICES": "1"}}))["CUDA_VISIBLE_DEVICES"] == "1"
 
 
+def test_ranks_of_an_engine_on_one_host_talk_over_loopback() -> None:
+    assert engine_env(config())["GLOO_SOCKET_IFNAME"] == "lo"
+    assert engine_env(config(engine={"env": {"GLOO_SOCKET_IFNAME": "eth1"}}))["GLOO_SOCKET_IFNAME"] == "eth1"
+    over_hosts = config(engine=over_two_nodes(), vllm_args=["-tp", "2", "--distributed-executor-backend=ray"])
+    assert "GLOO_SOCKET_IFNAME" not in engine_env(over_hosts)
+
+
 @pytest.mark.parametrize(
     ("model", "argv", "compiles"),
     [

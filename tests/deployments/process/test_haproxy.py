@@ -1,5 +1,6 @@
 """HAProxy as the script of a cluster starts it, and the wrapper of one machine, as Ray Serve itself configures it."""
 
+import ctypes
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from tests.http_server import answering
 from tests.integration.application import REPOSITORY
 from tests.waiting import wait_until
 
+PIDFD_GETFD = 438  # the number of this system call on every processor that has it
 SCRIPT = REPOSITORY / "deployments/process/haproxy.sh"
 # As Ray Serve has it, whose variable names the script itself.
 ENV = os.environ | {
@@ -244,12 +246,29 @@ def test_each_connection_to_a_router_is_asked_after(serve: Serve) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         serve.writes(port)
-        with serve.running(), socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
+        with serve.running() as haproxy, socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             with _asked_for(listener, b"GET / ") as stream:
                 asks = wait_until(lambda: keepalive_timer_s(stream.getpeername()[1], port), 30, "it is to be asked")
                 assert asks <= 5.5
-        assert "tcp-ut 12s" in serve.file.read_text()
+                assert user_timeouts_ms(haproxy.pid, port) == {12_000}
+
+
+def user_timeouts_ms(pid: int, peers_port: int) -> set[int]:
+    """After which the kernel gives up what is sent and not acknowledged, of a process' connections to this port."""
+    libc, found = ctypes.CDLL(None, use_errno=True), set[int]()
+    process = os.pidfd_open(pid)
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        taken = libc.syscall(PIDFD_GETFD, process, int(entry.name), 0)
+        if not os.readlink(entry).startswith("socket:"):
+            os.close(taken)
+            continue
+        with socket.socket(fileno=taken) as mine, suppress(OSError):  # not connected
+            peer = mine.getpeername()
+            if mine.family == socket.AF_INET and peer[1] == peers_port:
+                found.add(mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    os.close(process)
+    return found
 
 
 def keepalive_timer_s(port: int, peers_port: int) -> float | None:
