@@ -74,8 +74,8 @@ async def test_conversations_that_evict_each_other_are_loaded_as_a_router_foresa
         assert loads[tier] > 0.5 * hits["found"], "nearly all but what all sessions begin with"
         assert hits["missing"] + hits["unforeseen"] <= 0.02 * hits["found"]
         assert loads.get("unknown", 0) <= 0.02 * hits["found"]
-        for prompt, answer in [*asked.items()][-SESSIONS:]:
-            assert (await router.ask(prompt, cache_salt="read"))[2] == answer
+        for last, answer in [*asked.items()][-SESSIONS:]:
+            assert (await router.ask(last, cache_salt="read"))[2] == answer
     finally:
         for router in service.routers:
             await router.client.close()
