@@ -108,14 +108,15 @@ def prefixes(setting: Setting) -> list[str]:
 
 def tiers(setting: Setting) -> list[str]:
     """Sessions of agents on 4 replicas, with and without memory beyond the GPU: first token, hits, read twice."""
-    load = LOADS["agents"][1]
+    load, replicas, (small, large) = LOADS["agents"][1], min(REPLICAS), CACHES
     jobs = [
-        Job("agents", load, min(REPLICAS), cache_tokens, placement, tier)
-        for cache_tokens, placement, tier in product(CACHES, ("least work", "session affinity", "first token"), TIERS)
+        Job("agents", load, replicas, small, "least work"),
+        *(Job("agents", load, replicas, small, "first token", tier) for tier in TIERS),
+        *(Job("agents", load, replicas, large, "first token", tier) for tier in ("none", "50 GB/s")),
     ]
     files, rows = {"agents": str(setting.file("agents"))}, []
     for job, found in zip(jobs, setting.each(partial(measured, files), jobs), strict=True):
-        hits = (f"{found.hits - found.loaded:.2f}", f"{found.loaded:.2f}", f"{found.read_again / 1e6:.1f}")
+        hits = (f"{found.hits - found.loaded:.2f}", f"{found.loaded:.2f}", f"{found.read_again / 1e6:.2f}")
         rows.append((job.cache_tokens, job.tier, job.placement, f"{found.mean_s:.2f}", f"{found.p99_s:.2f}", *hits))
     heading = ("cache", "tier", "placement", "mean s", "p99 s", "GPU hits", "tier hits", "read twice, millions")
     return table(heading, rows)

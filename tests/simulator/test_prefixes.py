@@ -115,5 +115,5 @@ def test_every_tier_is_measured(tmp_path: Path, tier: str) -> None:
     file = tmp_path / "agents.csv.gz"
     file.write_bytes(gzip.compress(AGENTS.encode()))
     found = prefixes.measured({"agents": str(file)}, Job("agents", 0.02, 4, 60_000, "first token", tier))
-    assert (found.loaded > 0) == (tier != "none")
+    assert (found.loaded > 0) == (tier == "50 GB/s")  # reading takes less than a disk
     assert found.loaded <= found.hits <= 1.0 and found.read_again >= 0

@@ -1,6 +1,7 @@
 """What a request loads from tiers beyond the GPU: as much as comes sooner than it would be read."""
 
 from array import array
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -23,11 +24,13 @@ class Loads:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
         self._table: TierTable | None = tier_table(scheduler)
-        self._hashing: BlockHashing | None = None
-        if self._table is not None:
-            algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
-            told = block_hashing(scheduler.kv_cache_manager.coordinator, algorithm)
-            self._hashing = msgspec.convert(told, BlockHashing) if told["groups"] else None
+
+    @cached_property
+    def _hashing(self) -> BlockHashing | None:
+        """Asked for with the first request: vLLM knows the hash before the first block once schedulers are made."""
+        algorithm = self._scheduler.vllm_config.cache_config.prefix_caching_hash_algo
+        told = block_hashing(self._scheduler.kv_cache_manager.coordinator, algorithm)
+        return msgspec.convert(told, BlockHashing) if told["groups"] else None
 
     def saved_tokens(self, request: Request, pace_s: float | None) -> int:
         """Tokens of its prompt that a request which comes now need not read because it loads them, less those that
@@ -36,7 +39,7 @@ class Loads:
         Args:
             pace_s: seconds in which a prompt token is read; None while that is not known.
         """
-        if self._table is None or self._hashing is None or pace_s is None or not self._is_new(request):
+        if self._table is None or pace_s is None or not self._is_new(request) or self._hashing is None:
             return 0
         tiers = self._table.stored(self._table.tiers(self._scheduler))
         if not tiers:

@@ -18,7 +18,7 @@ from vllm.distributed.kv_events import (
     EventPublisherFactory,
     KVEventBatch,
 )
-from vllm.v1.core import block_pool
+from vllm.v1.core import block_pool, kv_cache_utils
 from vllm.v1.request import Request
 
 from deployments.engines.vllm import cached_tiers
@@ -181,6 +181,14 @@ def test_an_answer_tells_what_was_loaded_for_it() -> None:
     assert all(answer.whole for answer in engine.answers.values())
     assert stats.num_external_cached_tokens > 0
     assert stats.num_cached_tokens == stats.num_local_cached_tokens + stats.num_external_cached_tokens
+
+
+def test_a_scheduler_is_made_before_vllm_knows_how_prompts_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an engine's process."""
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_cache_utils, "NONE_HASH")
+        engine = tiered()
+    assert loaded_beside(engine) > 0
 
 
 def test_what_loads_take_is_learned() -> None:
