@@ -148,15 +148,16 @@ SUITES = (
     ),
     Suite(
         "bins",
-        "bins, the papers' preset, prefill and decode, kinds of models",
+        "bins, the papers' preset, prefill and decode, kinds of models, sessions",
         (
             "tests/integration/test_bins.py",
             "tests/integration/test_papers.py",
             "tests/integration/test_prefill_decode.py",
             "tests/integration/test_kinds_of_models.py",
+            "tests/integration/test_sessions.py",
         ),
         (*SERVING, "predictor/", "policies/router/", "policies/gang/"),
-        8.0,
+        9.0,
     ),
     Suite(
         "deployed",

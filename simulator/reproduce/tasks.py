@@ -33,9 +33,9 @@ from simulator.reproduce.common import Setting, table
 from simulator.reproduce.goodput import ENGINE
 from simulator.requests import Request
 
-LOADS = (0.8, 1.1, 1.5)
+LOADS = (0.8, 1.1)
 RULES = ("none", "turns", "task")
-SECONDS, WARM_UP_S = 240.0, 40.0
+SECONDS, WARM_UP_S = 120.0, 40.0
 SLOTS, TURNS, SLACK = 16, 12, 2.0
 TURN_TOKENS, TURN_S = 150.0, 1.3  # of a mean answer, and what it takes beside fifteen others
 PAUSE_S = 8.0

@@ -33,6 +33,7 @@ class Case:
 
     Attributes:
         times: what steps cost, and what the profile says where `profiled`.
+        sessions: every fourth request is the next turn of one of four sessions, and begins as the one before it.
     """
 
     value: Any
@@ -41,6 +42,13 @@ class Case:
     times: StepTimes = TIMES
     profiled: bool = False
     requests: int = 100
+    sessions: bool = False
+
+    def prompt(self, number: int, tokens: int) -> list[int] | None:
+        """Of the request with this number; None where nothing is cached."""
+        if not self.sessions:
+            return None
+        return [number] * tokens if number % 4 else [1000 + number % 16] * 200
 
 
 EXCLUSIVE = UNMEASURED | {"mode": "exclusive"}
@@ -62,6 +70,7 @@ CASES = {
     "tpot_s": Case(value=0.012),
     "e2e_s": Case(value=1.0),
     "late_patience_s": Case(value=0.05, base={"mode": "mixed", "ttft_s": 0.1}, requests=200),
+    "kept_fraction": Case(value=0.0, engine={**TIGHT, "enable_prefix_caching": True}, sessions=True),
     "profile": Case(value="profile.csv", times=DEAR_MIXES, requests=200),
     "papers": Case(value={"refill": 16}, base=EXCLUSIVE),
 }
@@ -98,8 +107,10 @@ def served(case: Case, settings: Mapping[str, Any], folder: Path, changes: Mappi
     while left or engine.busy:
         while left and len(engine.scheduler.requests) < 48:
             prompt, output = left.pop()
-            told = RequestMetadata(slo_class="short" if output < 20 else None).as_extra_args()
-            engine.add(f"r{len(left)}", prompt, output, extra_args=told)
+            tokens = case.prompt(number := len(left), prompt)
+            comes_back = number % 4 == 0 if case.sessions else None
+            told = RequestMetadata(slo_class="short" if output < 20 else None, comes_back=comes_back).as_extra_args()
+            engine.add(f"r{number}", prompt, output, extra_args=told, prompt_token_ids=tokens)
         engine.step()
     assert all(answer.whole for answer in engine.answers.values())
     return engine.log
