@@ -24,7 +24,9 @@ def test_it_shows_what_runs_in_the_words_of_the_page(sluice: Sluice) -> None:
     sluice.client().completions.create(model="sluice-demo", prompt="Hello", max_tokens=2)
     shown = asked(sluice)
     first, *lines = shown.splitlines()
-    assert re.fullmatch(r"sluice-demo · 2 replicas · 2 routers · (\d+ sessions, .+ · )?Sluice .+, vLLM .+, Ray 2\..+", first)
+    assert re.fullmatch(
+        r"sluice-demo · 2 replicas · 2 routers · (\d+ sessions, .+ · )?Sluice .+, vLLM .+, Ray 2\..+", first
+    )
     for replica_id in sluice.status()["replicas"]:
         (line,) = [line for line in lines if line.startswith(f"{replica_id} ")]
         assert re.search(r"sluice-demo +\d+ of \d+ +\d+\.\d % .*it takes more", line), shown
