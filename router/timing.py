@@ -25,7 +25,7 @@ class InSession:
         task_s: what its client gives the task, None where it says nothing of that.
         comes_back: another turn is likely.
         arrived_s: on the clock of all routers.
-        task, turn_s: that it belongs to, and what it may take of that; None without one, or once that is over.
+        task: that it belongs to, or None.
     """
 
     name: str
@@ -33,7 +33,6 @@ class InSession:
     comes_back: bool = False
     arrived_s: float = 0.0
     task: Task | None = None
-    turn_s: float | None = None
 
     @property
     def task_left_s(self) -> float | None:

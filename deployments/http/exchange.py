@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # reading, or reads a few bytes a second. A place among the router's requests is kept for it, a download its open file.
 MOST_UNREAD_S = 600.0
 LOOK_EVERY_S = 30.0
-TASK_LEFT_HEADER, TURN_HEADER = "X-Sluice-Task-Left-Ms", "X-Sluice-Turn-Ms"
+TASK_LEFT_HEADER = "X-Sluice-Task-Left-Ms"
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
@@ -189,8 +189,8 @@ class Exchange:
         self._start, self._status = None, start["status"]
         times, headers = split_time(self.context).items(), MutableHeaders(scope=start)
         headers["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
-        for name, milliseconds in self._of_task().items():
-            headers[name] = f"{milliseconds:.0f}"
+        if (left_s := self._task_left_s) is not None:
+            headers[TASK_LEFT_HEADER] = f"{1e3 * left_s:.0f}"
         if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers.setdefault("Retry-After", str(LATER_S))
         await self._send(start)
@@ -198,13 +198,10 @@ class Exchange:
         for message in held:
             await self._send(message)
 
-    def _of_task(self) -> dict[str, float]:
-        """Milliseconds that its task had left when it arrived, below 0 when that was late, and what it got of them."""
-        parts = [timing.session for timing in self.context.timings if timing.session is not None]
-        if not parts or parts[0].task_left_s is None:
-            return {}
-        turn = {} if parts[0].turn_s is None else {TURN_HEADER: 1e3 * parts[0].turn_s}
-        return {TASK_LEFT_HEADER: 1e3 * parts[0].task_left_s, **turn}
+    @property
+    def _task_left_s(self) -> float | None:
+        """What its task had left when it arrived, below 0 when that was late."""
+        return next((timing.session.task_left_s for timing in self.context.timings if timing.session is not None), None)
 
     async def broke_off(self, error: Exception) -> bool:
         """The application has failed. True when its client got a refusal for that; else it got what was held."""

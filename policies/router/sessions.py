@@ -5,12 +5,12 @@ many turns sessions have, and by how much their prompts grow. Nothing here is a 
 digest of its name.
 """
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from policies.checks import require_at_least, require_positive
+from policies.router.promise import Promise
 
 _PAUSE_EDGES_S = tuple(2.0**power for power in range(-3, 14))  # an eighth of a second to two hours
 _TURN_BUCKETS = 12  # 1, 2 to 3, 4 to 7, ...: the last from 2 048 turns on
@@ -27,6 +27,18 @@ class Task(NamedTuple):
 
     task_s: float
     ends_by_s: float
+
+
+def within_task(promise: Promise, task: Task | None, now_s: float) -> Promise:
+    """What a turn that begins now is promised: its whole answer before its task ends, unless that is over.
+
+    All that the task has left is the turn's ("ultimate deadline", Kao and Garcia-Molina, ICDCS 1993). An equal share
+    for each turn that may follow kept fewer tasks than no deadline at all, for it calls turns late that need not be.
+    """
+    left_s = 0.0 if task is None else task.ends_by_s - now_s
+    if left_s <= 0.0:
+        return promise
+    return replace(promise, e2e_s=left_s if promise.e2e_s is None else min(left_s, promise.e2e_s))
 
 
 class Turn(NamedTuple):
@@ -51,14 +63,12 @@ class Session:
     turns: that have ended.
     ended_s: when the last one did.
     prompt_tokens: that it had.
-    pause_s: mean of its pauses; None before there was one.
     task: that its turns belong to, or None.
     """
 
     turns: int
     ended_s: float
     prompt_tokens: int
-    pause_s: float | None = None
     task: Task | None = None
 
 
@@ -85,23 +95,13 @@ class Pauses:
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_PAUSE_EDGES_S) + 1)
-        self._never = 0
 
     def ended(self, pause_s: float) -> None:
         self._counts[sum(pause_s >= edge for edge in _PAUSE_EDGES_S)] += 1
 
-    def never_ended(self) -> None:
-        self._never += 1
-
     @property
     def seen(self) -> int:
         return sum(self._counts)
-
-    def chance(self, within_s: float, passed_s: float = 0.0) -> float | None:
-        """That one ends within so many seconds that has lasted so long; None before any was seen to last longer."""
-        total = self.seen + self._never
-        left = total - self._below(passed_s)
-        return None if left <= 0.0 else (self._below(passed_s + within_s) - self._below(passed_s)) / left
 
     @property
     def median_s(self) -> float | None:
@@ -113,14 +113,6 @@ class Pauses:
                 return low + (high - low) * (half - below) / count
             below += count
         return None
-
-    def _below(self, seconds: float) -> float:
-        """Pauses that were shorter; of a bin a share by length."""
-        below = 0.0
-        for index, count in enumerate(self._counts):
-            low, high = _edges(index)
-            below += count * min(1.0, max(0.0, (seconds - low) / (high - low)))
-        return below
 
 
 def _edges(index: int) -> tuple[float, float]:
@@ -144,17 +136,6 @@ class TurnCounts:
     def chance_of_another(self, turns: int) -> float:
         """After so many."""
         return 1.0 - self._end_chance(_bucket(turns))
-
-    def left(self, turns: int) -> float:
-        """Mean number of turns that come after so many, by the chance in each bucket that one is the last."""
-        left, alive, at = 0.0, 1.0, max(1, turns)
-        for bucket in range(_bucket(at), _TURN_BUCKETS):
-            goes_on = 1.0 - self._end_chance(bucket)
-            more = math.inf if bucket == _TURN_BUCKETS - 1 else 2 ** (bucket + 1) - at
-            stays = 0.0 if more == math.inf else goes_on**more
-            left += alive * goes_on * (1.0 - stays) / (1.0 - goes_on)
-            alive, at = alive * stays, 2 ** (bucket + 1)
-        return left
 
     def _end_chance(self, bucket: int) -> float:
         over = self._over[bucket]
@@ -195,13 +176,10 @@ class Sessions:
         self.turns += 1
         new = Session(turns=1, ended_s=turn.ended_s, prompt_tokens=turn.prompt_tokens, task=turn.task)
         if known is not None:
-            pause_s = max(0.0, turn.began_s - known.ended_s)
-            self.pauses.ended(pause_s)
+            self.pauses.ended(max(0.0, turn.began_s - known.ended_s))
             self.turn_counts.went_on(known.turns)
             self.growth_tokens += _GROWTH_MEMORY * (turn.prompt_tokens - known.prompt_tokens - self.growth_tokens)
-            before_s = 0.0 if known.pause_s is None else known.pause_s
-            mean_s = before_s + (pause_s - before_s) / known.turns
-            new = replace(new, turns=known.turns + 1, pause_s=mean_s, task=turn.task or known.task)
+            new = replace(new, turns=known.turns + 1, task=turn.task or known.task)
         self._known[turn.session] = new
         self._known.move_to_end(turn.session)
         if len(self._known) > self.config.max_sessions:
@@ -215,7 +193,6 @@ class Sessions:
                 return
             self._known.popitem(last=False)
             self.turn_counts.was_over(session.turns)
-            self.pauses.never_ended()
 
     def comes_back(self, session: str) -> bool:
         """Whether another turn is likelier than none, once the one that begins now has ended."""
@@ -233,21 +210,3 @@ class Sessions:
         if task_s is None or (going_on is not None and going_on.task_s == task_s):
             return going_on
         return Task(task_s, now_s + task_s)
-
-    def turn_s(self, session: str, task: Task, now_s: float) -> float | None:
-        """Seconds that the turn which begins now may take of what its task has left; None where that is over.
-
-            (left - turns_after * pause_s) / (1 + turns_after)
-
-        Equal slack (Kao and Garcia-Molina, ICDCS 1993) over the turns that are still expected, which all of the task's
-        time but its pauses is for. Their time is at least a share as large as if pauses took half of what is left: they
-        may become shorter or fewer.
-        """
-        left_s = task.ends_by_s - now_s
-        if left_s <= 0.0:
-            return None
-        known = self._known.get(session)
-        after = self.turn_counts.left(1 if known is None else known.turns + 1)
-        own_s = None if known is None else known.pause_s
-        pause_s = (self.pauses.median_s or 0.0) if own_s is None else own_s
-        return max(left_s - after * pause_s, left_s / 2.0) / (1.0 + after)

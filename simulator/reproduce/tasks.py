@@ -4,8 +4,7 @@ A task is a session of turns, and its client waits for each before it runs a too
 
     turns     every turn has a deadline of its own: an equal share of what its task may take beside the pauses, which
               are known here, and so is the number of turns
-    task      only the task has one, and each turn gets what `policies.router.sessions` gives it out of what is left,
-              without knowing how many turns follow or how long they pause
+    task      only the task has one, as served: each turn has all that is left, for nobody knows how many follow
     none      nothing is promised
 
 All are served by Sluice's defaults on one replica with few slots. Answers and pauses follow laws; loads are of the
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.random import Generator
 
 from policies.router.promise import Promise
-from policies.router.sessions import Sessions, Task, Turn
+from policies.router.sessions import Sessions, Task, Turn, within_task
 from simulator.cluster import new_router
 from simulator.core import Event, EventLoop, Kind
 from simulator.engine import Engine, EngineConfig
@@ -119,12 +118,9 @@ def serve(clients: list[Client], rule: str) -> None:
                 session=client.name,
                 reusable_tokens=0 if had is None else had.prompt_tokens,
             )
-            task = sessions.task(client.name, client.task_s, now_s) if rule == "task" else None
-            turn_s = client.turn_s if rule == "turns" else None
-            if task is not None:
-                turn_s = sessions.turn_s(client.name, task, now_s)
-            request.promise(Promise(ttft_s=30.0, e2e_s=turn_s))
-            tasks_of[request] = task
+            promise = Promise(ttft_s=30.0, e2e_s=client.turn_s if rule == "turns" else None)
+            tasks_of[request] = sessions.task(client.name, client.task_s, now_s) if rule == "task" else None
+            request.promise(within_task(promise, tasks_of[request], now_s))
             return router.arrive(request, now_s)
 
         return ask

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from itertools import pairwise
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from router import event_loop, wire
 from router.clock import MonotonicClock
 from router.terms import RoutedClientConfig
 from tests.fakes import FakeRequest
-from tests.router.service import HEARTBEAT_S, STEP_TIMES, TARGETS_S, Service, begun, info, over, request, timed, told
+from tests.router.service import STEP_TIMES, TARGETS_S, Service, begun, info, over, request, timed, told
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -90,20 +89,17 @@ async def test_a_replica_of_no_use_to_one_router_goes_on_serving_another(
     unhappy = await service.front_end(max_moves=0, version="fake-2")
     running = await content.ask_many(4, 400)
     await begun(running)
-    dropped_s: list[float] = []
-    drop = unhappy.client.store.drop_replica
+    dropped: list[str] = []
 
     async def noted(replica_id: str) -> None:
-        dropped_s.append(asyncio.get_running_loop().time())
-        await drop(replica_id)
+        dropped.append(replica_id)
 
     monkeypatch.setattr(unhappy.client.store, "drop_replica", noted)
     assert isinstance((await unhappy.client.statuses())["r0"]["error"], str)
-    assert not dropped_s, "nobody was to go there"
     waiting = await unhappy.ask_many(4)
+    await until(lambda: unhappy.count("replicas_out_of_reach_total") > 3)
     await over(running)
-    await until(lambda: len(dropped_s) >= 3)
-    assert min(after - before for before, after in pairwise(dropped_s)) > 2.9 * HEARTBEAT_S
+    assert not dropped, "it listens, so it may serve others"
     await service.replica(version="fake-2")
     await service.finish([*running, *waiting])
     assert stranger.engine.taken == 4

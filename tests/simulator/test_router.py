@@ -95,7 +95,14 @@ def test_a_request_gives_its_slot_back_no_more_often_than_it_may() -> None:
 
 
 offers = st.builds(
-    Offer, st.floats(0, 9), st.floats(0, 9), st.integers(0, 9), st.floats(0, 1), st.floats(0, 9), st.integers(1, 9)
+    Offer,
+    st.floats(0, 9),
+    st.floats(0, 9),
+    st.integers(0, 9),
+    st.floats(0, 1),
+    st.floats(0, 9),
+    st.integers(1, 9),
+    st.floats(0, 1),
 )
 
 

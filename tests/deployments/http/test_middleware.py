@@ -812,17 +812,17 @@ async def test_a_task_s_deadline_needs_a_session_and_a_key_that_may_tighten(keys
     assert (await session_behind(keys, x_sluice_session="s1", **task, **bearer("key-closer"))).status_code == 200
 
 
-async def test_the_answer_says_what_the_task_had_left_and_the_turn_got() -> None:
+async def test_the_answer_says_what_the_task_had_left() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         context = current.get()
         assert context is not None
         timing = RequestTiming(received_s=0.0, submitted_s=0.0, session=context.in_session())
         if timing.session is not None:
-            timing.session.task, timing.session.turn_s = Task(600.0, 500.0), 20.0
+            timing.session.task = Task(600.0, 500.0)
         context.timings.append(timing)
         await PlainTextResponse("answer")(scope, receive, send)
 
     async with client_of(app) as client:
         told = await client.post("/", json={}, headers={"x-sluice-session": "s1"})
-        assert (told.headers["x-sluice-task-left-ms"], told.headers["x-sluice-turn-ms"]) == ("500000", "20000")
+        assert told.headers["x-sluice-task-left-ms"] == "500000"
         assert "x-sluice-task-left-ms" not in (await client.post("/", json={})).headers

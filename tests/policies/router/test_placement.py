@@ -41,7 +41,9 @@ def test_of_those_less_than_a_step_apart_the_least_work_decides() -> None:
 
 
 SECONDS = st.floats(0.0, 5.0)
-OFFERS = st.builds(Offer, SECONDS, SECONDS, st.integers(0, 9), st.floats(0.0, 1.0), SECONDS)
+OFFERS = st.builds(
+    Offer, SECONDS, SECONDS, st.integers(0, 9), st.floats(0.0, 1.0), SECONDS, return_chance=st.floats(0.0, 1.0)
+)
 
 
 @given(st.lists(OFFERS, min_size=1, max_size=8))

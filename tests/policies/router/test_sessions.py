@@ -1,11 +1,10 @@
 """What routers know of sessions."""
 
-import math
-
 import pytest
 
 from policies.errors import ConfigError
-from policies.router.sessions import Pauses, Sessions, SessionsConfig, Task, Turn, TurnCounts
+from policies.router.promise import Promise
+from policies.router.sessions import Pauses, Sessions, SessionsConfig, Task, Turn, TurnCounts, within_task
 
 
 def turn(session: str, began_s: float, prompt_tokens: int = 100, task: Task | None = None) -> Turn:
@@ -23,7 +22,6 @@ def test_turns_pauses_and_growth_of_a_session_are_known() -> None:
     sessions = seen(turn("a", 0.0), turn("b", 1.0), turn("a", 5.0, 300), turn("a", 16.0, 500))
     known = sessions.find("a")
     assert known is not None and (known.turns, known.prompt_tokens, known.ended_s) == (3, 500, 17.0)
-    assert known.pause_s == pytest.approx((4.0 + 10.0) / 2)
     assert (len(sessions), sessions.turns, sessions.pauses.seen) == (2, 4, 2)
     assert 0.0 < sessions.growth_tokens < 200.0
 
@@ -42,24 +40,18 @@ def test_sessions_beyond_the_bound_or_their_time_are_forgotten() -> None:
         SessionsConfig(max_sessions=0)
 
 
-def test_a_pause_that_has_lasted_long_ends_later_than_a_fresh_one() -> None:
+def test_the_median_of_pauses_is_known_by_powers_of_two() -> None:
     pauses = Pauses()
-    assert pauses.chance(10.0) is None and pauses.median_s is None
+    assert pauses.median_s is None
     for pause_s in (2.0, 3.0, 5.0, 6.0, 9.0, 40.0, 300.0, 1000.0):
         pauses.ended(pause_s)
-    pauses.never_ended()
-    fresh, old = pauses.chance(16.0), pauses.chance(16.0, 64.0)
-    assert fresh is not None and old is not None and fresh > 0.5 > old
-    assert pauses.median_s is not None and 4.0 <= pauses.median_s <= 8.0
-    assert pauses.chance(math.inf) == pytest.approx(8 / 9)
+    assert pauses.seen == 8 and pauses.median_s is not None and 4.0 <= pauses.median_s <= 8.0
 
 
-def test_no_count_of_turns_promises_less_than_none_or_no_end() -> None:
+def test_sessions_that_are_over_after_one_turn_say_nothing_of_longer_ones() -> None:
     counts = TurnCounts()
-    assert all(0.0 < counts.left(turns) < 100.0 for turns in (1, 2, 5, 100, 5000))
     for _ in range(100):
         counts.was_over(1)
-    assert counts.left(1) < 3.0 < counts.left(2)
     assert counts.chance_of_another(1) < 0.2 < counts.chance_of_another(2)
 
 
@@ -85,17 +77,8 @@ def test_the_same_deadline_goes_on_and_another_begins_a_task() -> None:
     assert sessions.task("b", None, 120.0) is None
 
 
-def test_a_turn_gets_a_share_of_what_its_task_has_left() -> None:
-    sessions, task = Sessions(), Task(600.0, 600.0)
-    first_s = sessions.turn_s("a", task, 0.0)
-    assert first_s is not None and 0.0 < first_s < 600.0
-    later_s = sessions.turn_s("a", task, 500.0)
-    assert later_s is not None and later_s == pytest.approx(first_s / 6)
-    assert sessions.turn_s("a", task, 600.0) is None
-
-
-def test_pauses_are_no_time_for_turns() -> None:
-    sessions, task = seen(turn("a", 0.0), turn("a", 11.0)), Task(600.0, 600.0)
-    patient, hasty = seen(turn("b", 0.0), turn("b", 1.0)), Task(600.0, 600.0)
-    of_slow, of_fast = sessions.turn_s("a", task, 12.0), patient.turn_s("b", hasty, 12.0)
-    assert of_slow is not None and of_fast is not None and of_slow < of_fast
+def test_a_turn_has_all_that_its_task_has_left() -> None:
+    task, promise = Task(600.0, 600.0), Promise(ttft_s=2.0)
+    assert within_task(promise, task, 500.0) == Promise(ttft_s=2.0, e2e_s=100.0)
+    assert within_task(Promise(e2e_s=30.0), task, 500.0) == Promise(e2e_s=30.0)
+    assert within_task(promise, task, 600.0) == within_task(promise, None, 0.0) == promise
