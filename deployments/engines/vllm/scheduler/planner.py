@@ -103,9 +103,8 @@ class Planner:
     def unread(self) -> dict[str, Any]:
         """What has to be read yet and how fast that goes, for routers; and what became of drafts."""
         promised = self.queue.promised
-        in_progress = _unread_tokens(prompts_in_progress(self._scheduler))
         return {
-            "unread_prompt_tokens": in_progress + promised.in_time_tokens,
+            "unread_prompt_tokens": _unread_tokens(prompts_in_progress(self._scheduler)) + promised.in_time_tokens,
             "late_requests": len(promised) - promised.in_time,
             "late_wait_seconds": promised.late_wait_s(self._scheduler.clock.now()),
             "seconds_per_prompt_token": self._pace,
@@ -245,8 +244,7 @@ class Planner:
         if self._planned is None or self._standing is None:
             return
         began, scheduler = time.perf_counter(), self._scheduler
-        starts, resumed = output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids
-        started = len(starts) + len(resumed)
+        started = len(output.scheduled_new_reqs) + len(output.scheduled_cached_reqs.resumed_req_ids)
         self._taker.started(started)
         self._standing.taken(
             started=started, preempted=bool(output.preempted_req_ids), empty=not output.num_scheduled_tokens
