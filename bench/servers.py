@@ -177,7 +177,7 @@ class Server:
                     stderr=subprocess.STDOUT,
                     env=server_environment(self._mark),
                     cwd=self.spec.folder,
-                    start_new_session=True,  # Ctrl-C ends the bench, and the bench ends the server
+                    process_group=0,  # Ctrl-C ends the bench, and the bench ends the server; all share cores alike
                 )
         except OSError as error:
             program = self.spec.command[0]

@@ -96,8 +96,8 @@ class EmbeddedRedis:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # A Ctrl-C meant for its owner must not end it before its owner has drained. No session of its own: Linux may
-            # share cores out by sessions, and let this small one wait for seconds beside the engines' busy one.
+            # A Ctrl-C meant for its owner must not end it before its owner has drained. No session of its own: Linux
+            # may share cores out by sessions, and let this small one wait for seconds beside the engines' busy one.
             process_group=0,
             preexec_fn=die_with_parent,
         )

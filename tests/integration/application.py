@@ -57,7 +57,7 @@ def is_free(port: int) -> bool:
 
 
 class Sluice:
-    """A `sluice serve` in a process group of its own, with its output in a file, which is ready for the time of the block.
+    """A `sluice serve` in a process group of its own, its output in a file, which is ready for the time of the block.
 
     As on a machine without a compiler, and where nothing was compiled before.
     """
