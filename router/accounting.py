@@ -5,12 +5,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from policies.errors import AdmissionError
-from policies.router.admission import QUEUE_REASONS, Quota, Refusal
+from policies.router.admission import Quota, Refusal
+from policies.router.explanation import Cause, Served, cause, refusal_cause
 from router.clock import Clock
 from router.codec import WHOLE
 from router.ledger import Entry
 from router.metrics import RouterMetrics
-from router.recent import RecentRequests
+from router.recent import UNKEPT, RecentRequests
 from router.retry_truth import RetryTruth
 from router.settlements import Settlements
 from router.timing import RequestTiming
@@ -27,22 +28,31 @@ class Accounting:
         self._metrics, self._clock, self._shared_clock = metrics, clock, shared_clock
         self.settlements = settlements
         self._retries = RetryTruth(clock.now, metrics.note_retry)
-        self._recent = RecentRequests()
+        self._recent, self._unkept = RecentRequests(), RecentRequests(UNKEPT)
 
     def pages(self) -> dict[str, bytes]:
         """What this router publishes of itself, by name."""
-        return {"metrics": self._metrics.exposition(), "recent": self._recent.page()}
+        recent, unkept = self._recent.page(), self._unkept.page()
+        return {"metrics": self._metrics.exposition(), "recent": recent, "unkept": unkept}
 
     # Before a request runs
 
     def refused(
-        self, refusal: Refusal, slo_class: str, bin_index: int, timing: RequestTiming, counts_as: str | None = None
+        self, refusal: Refusal, slo_class: str, timing: RequestTiming, entry: Entry[Any] | None = None
     ) -> AdmissionError:
-        """The error for its client; counted, unless the request was cancelled meanwhile."""
+        """The error for its client; counted, unless the request was cancelled meanwhile.
+
+        Args:
+            entry: None where there was no room for all engine requests of a client's.
+        """
         if timing.outcome is None:
-            self.note_end(slo_class, bin_index, timing, "refused")
-            reason = refusal.reason if refusal.reason in QUEUE_REASONS else "quota"
-            self._metrics.refused.labels(slo_class, counts_as or reason).inc()
+            reason = Cause.FULL if entry is None else refusal_cause(refusal.reason)
+            self.note_end(slo_class, 0 if entry is None else entry.ticket.bin_index, timing, "refused")
+            self._metrics.refused.labels(slo_class, reason).inc()
+            if entry is None:
+                self._metrics.unkept.labels(slo_class, reason).inc()
+            else:
+                self._note_unkept(entry, served(entry, refused=reason))
         if refusal.reason == "late":
             self._retries.refused(slo_class, refusal.retry_after_s)
         why = f"class {slo_class} takes no more for now ({refusal.reason})"
@@ -91,6 +101,9 @@ class Accounting:
             if entry.timing.promise.tpot_s is not None and (gap_s := entry.timing.gap_s) is not None:
                 entry.metrics.promise_gap_s.observe(gap_s)
         self._note_recent(entry, outcome)
+        self._note_foresight(entry)
+        if entry.timing.kept is not None:
+            self._note_unkept(entry, served(entry))
         self._note_usage(entry)
         self._settle(entry)
 
@@ -124,6 +137,32 @@ class Accounting:
         }
         self._recent.note(timing.ended)
 
+    def _note_foresight(self, entry: Entry[Any]) -> None:
+        """By how much its first token missed the time at which it was predicted."""
+        timing, foreseen = entry.timing, entry.foreseen
+        if foreseen is not None and timing.first_token_s is not None:
+            first_s = timing.first_token_s - timing.submitted_s
+            entry.metrics.foreseen_ttft_s.inc(first_s)
+            entry.metrics.ttft_error_s.inc(abs(foreseen.first_token_s - first_s))
+
+    def _note_unkept(self, entry: Entry[Any], came: Served) -> None:
+        """Nothing, where its promise was kept."""
+        if (why := cause(came)) is None:
+            return
+        entry.timing.cause = why
+        self._metrics.unkept.labels(entry.slo_class, why).inc()
+        self._unkept.note(
+            {
+                "at": round(self._shared_clock.now(), 3),
+                "request_id": entry.request_id,
+                "slo_class": entry.slo_class,
+                "cause": why,
+                "prompt_tokens": entry.prompt_tokens,
+                "replica": entry.replica_id,
+                "served": came,
+            }
+        )
+
     def _note_usage(self, entry: Entry[Any]) -> None:
         """What never came to a replica took nothing."""
         if entry.timing.assigned_s is None:
@@ -145,6 +184,27 @@ class Accounting:
         """Charge requests that go on beyond what they were charged: they may go on for long."""
         for entry in entries:
             self._settle(entry, is_over=False)
+
+
+def served(entry: Entry[Any], refused: Cause | None = None) -> Served:
+    """What a request was promised, and what came."""
+    timing, ticket = entry.timing, entry.ticket
+    received_s, assigned_s = timing.received_s, timing.assigned_s
+    return Served(
+        promise=timing.promise,
+        refused=refused,
+        preparing_s=timing.submitted_s - received_s,
+        wait_s=_since(timing.submitted_s, assigned_s),
+        reading_s=None if assigned_s is None else _since(assigned_s, timing.first_token_s),
+        gap_s=timing.gap_s,
+        whole_s=_since(received_s, timing.last_token_s),
+        is_whole=timing.outcome in WHOLE,
+        moves=entry.moves,
+        recalls=entry.recalls,
+        predicted_tokens=ticket.predicted_output_tokens,
+        output_tokens=timing.output_tokens,
+        foreseen=entry.foreseen,
+    )
 
 
 def _since(start_s: float, then_s: float | None) -> float | None:

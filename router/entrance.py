@@ -72,7 +72,7 @@ class Entrance:
             snapshot = self._queueing.snapshot
             wait_s = predicted_wait_s(snapshot.waiting_s, [load.slowness for load in snapshot.replicas.values()])
             refusal = Refusal(f"room for {room} of {requests} requests", wait_s)
-            raise self._accounting.refused(refusal, slo_class, 0, timing, counts_as="max_waiting")
+            raise self._accounting.refused(refusal, slo_class, timing)
 
     async def charge(self, tenant: Tenant | None, tokens: float) -> None:
         """Take tokens out of a key's allowance for work that makes no request, before it is done.

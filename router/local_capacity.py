@@ -14,7 +14,7 @@ from math import ceil
 from policies.router.admission import Limits, Refusal
 from policies.router.tickets import Assignment, Ticket
 from router.memory_store import MemoryStateStore
-from router.state_store import ReplicaInfo, Snapshot
+from router.state_store import Queued, ReplicaInfo, Snapshot
 
 logger = logging.getLogger(__name__)
 MAX_ENDED = 100_000  # what ended longer ago is found by the leases
@@ -64,7 +64,7 @@ class LocalCapacity:
         logger.warning("the shared state is back")
         return list(self._ended)
 
-    async def enqueue(self, ticket: Ticket, limits: Limits) -> list[Assignment] | Refusal:
+    async def enqueue(self, ticket: Ticket, limits: Limits) -> Queued | Refusal:
         """Quotas are not counted: they are shared. Nothing is called back: what others run is out of sight."""
         assert self._store is not None
         return await self._store.enqueue(replace(ticket, recallable=False), replace(limits, quotas=()))

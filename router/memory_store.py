@@ -12,7 +12,7 @@ from policies.router.admission import NO_LIMITS, Allowances, Limits, Quota, Refu
 from policies.router.dispatcher import Dispatcher
 from policies.router.ledger import Replica
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
-from router.state_store import MOST_SERVED_SHOWN, FinishedLength, LaneEdges, ReplicaInfo, ReplicaLoad, Snapshot
+from router.state_store import MOST_SERVED_SHOWN, FinishedLength, LaneEdges, Queued, ReplicaInfo, ReplicaLoad, Snapshot
 
 MAX_NOTICES = 100_000
 
@@ -37,28 +37,29 @@ class MemoryStateStore:
 
     # Tickets
 
-    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> Queued | Refusal:
         had = self.dispatcher.forget(ticket.request_id)
         if had is not None and had.router_id == ticket.router_id:
             limits = NO_LIMITS
-        if (refusal := self._refusal(ticket, limits)) is not None:
+        if isinstance(wait_s := self._admit(ticket, limits), Refusal):
             if had is not None:  # a place, which is another's now
                 self._dispatch()
-            return refusal
+            return wait_s
         self.dispatcher.queue(ticket, self._now())
-        return self._dispatch(ticket.router_id)
+        return Queued(self._dispatch(ticket.router_id), wait_s)
 
     async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        return self._refusal(ticket, limits)
+        admitted = self._admit(ticket, limits)
+        return admitted if isinstance(admitted, Refusal) else None
 
-    def _refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        """None spends the quotas."""
+    def _admit(self, ticket: Ticket, limits: Limits) -> float | Refusal:
+        """For which it waits by prediction; that spends the quotas."""
         spent = self._allowances.allow(limits.quotas, self._now())
         if isinstance(spent, Refusal):
             return spent
-        if (refusal := self.dispatcher.refusal(ticket, limits)) is None:
+        if not isinstance(wait_s := self.dispatcher.wait_s(ticket, limits), Refusal):
             self._allowances.spend(spent)
-        return refusal
+        return wait_s
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         spent = self._allowances.allow(quotas, self._now())

@@ -34,6 +34,8 @@ class ClassMetrics:
         self.longest_wait_s = metrics.longest_wait_s.labels(slo_class)
         self.e2e_s = metrics.e2e_s.labels(slo_class)
         self.promise_gap_s = metrics.promise_gap_s.labels(slo_class)
+        self.foreseen_ttft_s = metrics.foreseen_ttft_s.labels(slo_class)
+        self.ttft_error_s = metrics.ttft_error_s.labels(slo_class)
         self.prompt_tokens = metrics.prompt_tokens.labels(slo_class)
         self.output_tokens = metrics.output_tokens.labels(slo_class)
 
@@ -77,6 +79,21 @@ class RouterMetrics:
         )
         self.refused = self._counter(
             "refused_requests", "Requests refused: late, max_waiting, max_key_share, quota.", "slo_class", "reason"
+        )
+        self.unkept = self._counter(
+            "unkept_requests",
+            "Requests whose promise was not kept, by why: refused (late, max_waiting, max_key_share, quota), or late: "
+            "failed, moved, recalled, foreseen, preparing, queue, reading, pace, length.",
+            "slo_class",
+            "cause",
+        )
+        self.foreseen_ttft_s = self._counter(
+            "foreseen_ttft_seconds",
+            "From the queue to the first token, of requests for which it was predicted.",
+            "slo_class",
+        )
+        self.ttft_error_s = self._counter(
+            "ttft_error_seconds", "By how much those missed their prediction, either way.", "slo_class"
         )
         self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
         self.longest_wait_s = self._gauge(

@@ -1,18 +1,21 @@
-"""The requests that ended last, for people: what they took and where they ran, never what they said."""
+"""The requests that ended last, and those whose promise was not kept, for people: what they took and where they ran,
+never what they said."""
 
-import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 SHOWN = 50
+UNKEPT = 100  # of each router
 
 
 class RecentRequests:
     """The last requests of one router; each router publishes its own, so that any can show those of all."""
 
-    def __init__(self) -> None:
-        self._ended: deque[Mapping[str, Any]] = deque(maxlen=SHOWN)
+    def __init__(self, most: int = SHOWN) -> None:
+        self._ended: deque[Mapping[str, Any]] = deque(maxlen=most)
         self._page = b"[]"
         self._changed = False
 
@@ -23,11 +26,11 @@ class RecentRequests:
     def page(self) -> bytes:
         """As JSON, the oldest first."""
         if self._changed:
-            self._page, self._changed = json.dumps(list(self._ended)).encode(), False
+            self._page, self._changed = msgspec.json.encode(list(self._ended)), False
         return self._page
 
 
-def latest(pages: Iterable[bytes]) -> list[dict[str, Any]]:
-    """The last requests of several routers together, the latest first."""
-    ended = [each for page in pages for each in json.loads(page)]
-    return sorted(ended, key=lambda each: -float(each["at"]))[:SHOWN]
+def latest(pages: Iterable[bytes], most: int | None = SHOWN) -> list[dict[str, Any]]:
+    """The last requests of several routers together, the latest first; None gives all."""
+    ended = [each for page in pages for each in msgspec.json.decode(page)]
+    return sorted(ended, key=lambda each: -float(each["at"]))[:most]

@@ -26,7 +26,7 @@ from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket,
 from predictor.learned import Scored
 from router.one_call import OneCall
 from router.packing import LUA_NAMES, packed_limits, packed_quotas, packed_reading, packed_settlements, packed_ticket
-from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, ReplicaLoad, Snapshot
+from router.state_store import FinishedLength, LaneEdges, Queued, ReplicaInfo, ReplicaLoad, Snapshot
 from router.wire import PROTOCOL
 
 CALL_TIMEOUT_S = 5.0
@@ -248,9 +248,12 @@ class RedisStateStore:
     async def _guard(self, call: Callable[[], Awaitable[Any]]) -> Any:
         return await guarded(self._redis, call)
 
-    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> Queued | Refusal:
         taken, *reply = await self._enqueues.ask(_asked(ticket, limits))
-        return [Assignment(*_strings(pair)) for pair in reply[0]] if taken else _refusal(*reply)
+        if not taken:
+            return _refusal(*reply)
+        assignments, wait_s = reply
+        return Queued([Assignment(*_strings(pair)) for pair in assignments], float(wait_s))
 
     async def _enqueue_all(self, asked: Sequence[tuple[str | bytes, ...]]) -> Sequence[Any]:
         replies: Sequence[Any] = await self._run("enqueue", "", *chain.from_iterable(asked))

@@ -165,7 +165,7 @@ class RoutedClient(Generic[RequestT, OutputsT]):
         if refusal is not None:
             if not entry.has_ended:
                 self.ledger.end(entry)
-            raise self.accounting.refused(refusal, slo_class, entry.ticket.bin_index, timing)
+            raise self.accounting.refused(refusal, slo_class, timing, entry)
         if self.terms.now.door.refuses_late(slo_class):
             self.accounting.taken(slo_class)
 

@@ -103,6 +103,10 @@ class ReplicaLoad:
     max_unread_tokens: int | None = None
     prompt_token_s: float | None = None
 
+    def reads_s(self, ticket: Ticket, tokens: int) -> float:
+        """Predicted seconds in which it reads so many prompt tokens."""
+        return tokens * ticket.token_s(self.slowness, self.prompt_token_s)
+
     @property
     def is_full(self) -> bool:
         """Whether its unread prompts are at their bound: it may have slots, and takes nothing."""
@@ -144,17 +148,28 @@ class Snapshot:
         return sum(self.lanes.values())
 
 
+class Queued(NamedTuple):
+    """A ticket was taken.
+
+    Attributes:
+        assignments: this router's new ones, often the ticket itself and possibly earlier ones.
+        wait_s: predicted seconds for which it waits, 0 where a replica could start it at once.
+    """
+
+    assignments: list[Assignment]
+    wait_s: float = 0.0
+
+
 class StateStore(Protocol):
     """Every method raises StateStoreError when the store cannot be reached within its time limit."""
 
-    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+    async def enqueue(self, ticket: Ticket, limits: Limits = NO_LIMITS) -> Queued | Refusal:
         """Queue a ticket (again) if the limits allow it, and assign what can be assigned.
 
         One that its router has queued before was taken then, and has paid: it meets no limits. So a call may be
         repeated whose reply was lost.
 
-        Returns this router's new assignments, often the ticket itself and possibly earlier ones; a Refusal when the
-        ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
+        Returns a Refusal when the ticket was not taken: then nothing was spent, and an older ticket of this id is gone.
         """
 
     async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:

@@ -48,7 +48,8 @@ class RequestTiming:
     promise is what its client was promised, key the name of its API key ("" without one), once it is submitted. outcome
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
     was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
-    of it afterwards, None where it was refused. trail is None where it is not traced, session where it has none.
+    of it afterwards, None where it was refused. cause is why its promise was not kept, once that is known. trail is
+    None where it is not traced, session where it has none.
     """
 
     received_s: float
@@ -63,6 +64,7 @@ class RequestTiming:
     unserved: ReplicaLostError | StateStoreError | None = None
     request_id: str | None = None
     ended: Mapping[str, Any] | None = None
+    cause: str | None = None
     trail: Trail | None = None
     session: InSession | None = None
 

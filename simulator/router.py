@@ -13,7 +13,7 @@ from itertools import count
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.router.admission import ClassLimits
+from policies.router.admission import ClassLimits, Refusal
 from policies.router.autoscale import FleetState
 from policies.router.completion import Due, MeanCost, due
 from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
@@ -188,7 +188,7 @@ class Router:
             least_reading_s = min((replica.reading_s(ticket) for replica in replicas), default=0.0)
             spare_s = ticket.deadline_s - now_s - least_reading_s
         asked = limits.of(spare_s, has_key=bool(ticket.api_key))
-        return self._dispatcher.refusal(ticket, asked) is not None
+        return isinstance(self._dispatcher.wait_s(ticket, asked), Refusal)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""

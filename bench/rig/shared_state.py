@@ -25,7 +25,7 @@ from deployments.process.ports import free_port
 from deployments.serving.embedded_redis import EmbeddedRedis
 from policies.router.tickets import Assignment, Ticket
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo
+from router.state_store import Queued, ReplicaInfo
 
 ROUTER = "rig"
 SLOTS = 16
@@ -83,8 +83,8 @@ class Fleet:
 
     async def _enqueue(self) -> None:
         answer = await self.store.enqueue(self._ticket(next(self._numbers)))
-        assert isinstance(answer, list), answer
-        for assignment in answer:
+        assert isinstance(answer, Queued), answer
+        for assignment in answer.assignments:
             self._note(assignment)
 
     def _note(self, notice: object) -> None:

@@ -15,6 +15,7 @@ from deployments.command import batch as batch_command
 from deployments.command import calibrate, one_machine
 from deployments.command import config as config_command
 from deployments.command import env as env_command
+from deployments.command import explain as explain_command
 from deployments.command import keys as keys_command
 from deployments.command import status as status_command
 from deployments.command.args_check import check_args
@@ -99,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     keys_command.register(commands)
     batch_command.register(commands)
     status_command.register(commands)
+    explain_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands, STYLE)
     return root

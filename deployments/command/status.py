@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +73,7 @@ def _print(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(look_at_status(options), indent=None if options.watch else 2), flush=True)
     else:
-        _console().print(tables(look(options)))
+        console().print(tables(look(options)))
 
 
 def _watch(options: argparse.Namespace) -> None:
@@ -89,8 +89,7 @@ def _watch(options: argparse.Namespace) -> None:
     from rich.live import Live
 
     shown = tables(look(options))
-    console = _console()
-    with Live(shown, console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(shown, console=console(), screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             time.sleep(options.watch)
             live.update(_shown_again(options), refresh=True)
@@ -107,7 +106,7 @@ def _trying_again(error: SluiceError) -> str:
     return f"{datetime.now():%H:%M:%S} {plain(error)}. Trying again."
 
 
-def _console() -> "Console":
+def console() -> "Console":
     from rich.console import Console  # only here, as openai
 
     width = None if sys.stdout.isatty() else 200  # columns
@@ -124,24 +123,36 @@ def look(options: argparse.Namespace) -> Looked:
 
 def look_at_status(options: argparse.Namespace) -> dict[str, Any]:
     """Raises SluiceError."""
+    return asked_json(options, PATH, {"model", "replicas", "classes"})
+
+
+def asked_json(options: argparse.Namespace, path: str, has: Set[str]) -> dict[str, Any]:
+    """What the application says at one of Sluice's own paths.
+
+    Args:
+        has: keys without which it is not Sluice that answers.
+
+    Raises:
+        SluiceError: it does not answer, or so.
+    """
     import openai
 
     with api_client(options, TIMEOUT_S) as client:
         try:
-            answer = client.get(f"{root(options.url)}{PATH}", cast_to=str)
+            answer = client.get(f"{root(options.url)}{path}", cast_to=str)
         except openai.NotFoundError as error:
-            raise SluiceError(_other(options.url)) from error
+            raise SluiceError(_other(options.url, path)) from error
     try:
         found = json.loads(answer)
     except ValueError as error:
-        raise SluiceError(_other(options.url)) from error
-    if not isinstance(found, dict) or not {"model", "replicas", "classes"} <= found.keys():
-        raise SluiceError(_other(options.url))
+        raise SluiceError(_other(options.url, path)) from error
+    if not isinstance(found, dict) or not has <= found.keys():
+        raise SluiceError(_other(options.url, path))
     return found
 
 
-def _other(url: str) -> str:
-    return f"what answers at {url} is not Sluice: it has no {PATH}. Is --url right?"
+def _other(url: str, path: str) -> str:
+    return f"what answers at {url} is not Sluice: it has no {path}. Is --url right?"
 
 
 def _samples(page: str) -> Iterator[tuple[str, Mapping[str, str], float]]:

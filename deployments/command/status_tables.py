@@ -36,19 +36,19 @@ def tables(looked: Looked) -> "Group":
     status = looked.status
     shown: list[Any] = [
         _head(looked),
-        _table("Classes", CLASSES, class_rows(looked), "no classes"),
-        _table("Promises", PROMISES, promise_rows(looked), "none yet"),
+        table("Classes", CLASSES, class_rows(looked), "no classes"),
+        table("Promises", PROMISES, promise_rows(looked), "none yet"),
         *_predictor(looked),
-        _table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
-        _table("Parts", PARTS, part_rows(status), "none"),
+        table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
+        table("Parts", PARTS, part_rows(status), "none"),
         *_bins(status),
         *_switched_off(status),
-        _table("Recent requests", RECENT, recent_rows(status), "none yet"),
+        table("Recent requests", RECENT, recent_rows(status), "none yet"),
     ]
     if "open_batches" in status:
         found = status["open_batches"]
         empty = "what runs batches does not answer now" if found is None else "none"
-        shown.append(_table("Batches in progress", BATCHES, batch_rows(found), empty))
+        shown.append(table("Batches in progress", BATCHES, batch_rows(found), empty))
     return Group(*shown)
 
 
@@ -57,7 +57,7 @@ CLASSES = (
     *("waiting", "requests", "in time", "called late", "refused"),
 )
 PROMISES = (
-    *("class", "first token missed", "time per token missed", "whole answer missed"),
+    *("class", "first token missed", "its prediction off by", "time per token missed", "whole answer missed"),
     *("a token: promised", "planned", "in steps", "at the engine", "at the client"),
 )
 PREDICTOR = ("class", "model", "used", "nats better than the histogram", "right bin", "histogram's right bin")
@@ -75,12 +75,12 @@ RECENT = (
 BATCHES = ("batch", "model", "endpoint", "now", "done", "failed", "expected end", "window ends")
 
 
-def _table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:
+def table(title: str, heads: Row, rows: Iterable[Row], empty: str) -> Any:
     from rich import box
     from rich.table import Table
 
     looks: Any = {"title_justify": "left", "title_style": "bold", "box": box.SIMPLE_HEAD}
-    made = Table(title=f"\n{title}", pad_edge=False, show_edge=False, **looks)
+    made = Table(title=f"\n{title}" if title else None, pad_edge=False, show_edge=False, **looks)
     for head in heads:
         made.add_column(head)
     for row in rows:
@@ -140,7 +140,7 @@ def _total(looked: Looked, metric: str, slo_class: str, **labels: str) -> float:
 def _predictor(looked: Looked) -> list[Any]:
     """Its table, where there is one."""
     rows = list(predictor_rows(looked))
-    return [_table("Predicted lengths", PREDICTOR, rows, "")] if rows else []
+    return [table("Predicted lengths", PREDICTOR, rows, "")] if rows else []
 
 
 def predictor_rows(looked: Looked) -> Iterator[Row]:
@@ -203,7 +203,7 @@ def part_rows(status: Mapping[str, Any]) -> Iterator[Row]:
 def _bins(status: Mapping[str, Any]) -> list[Any]:
     """Its table, where bins act."""
     rows = list(bin_rows(status))
-    return [_table("Bins", BINS, rows, "")] if rows else []
+    return [table("Bins", BINS, rows, "")] if rows else []
 
 
 def bin_rows(status: Mapping[str, Any]) -> Iterator[Row]:
@@ -232,7 +232,7 @@ def _between(least: float | None, below: float | None) -> str:
 def _switched_off(status: Mapping[str, Any]) -> list[Any]:
     """Its table, where anything is off."""
     rows = list(off_rows(status))
-    return [_table("Switched off", OFF, rows, "")] if rows else []
+    return [table("Switched off", OFF, rows, "")] if rows else []
 
 
 def off_rows(status: Mapping[str, Any]) -> Iterator[Row]:
@@ -258,7 +258,11 @@ def promise_rows(looked: Looked) -> Iterator[Row]:
         sums = [_total(looked, "sluice_engine_promise_gap_seconds_total", name, of=of) for of in _GAPS]
         client = (_total(looked, f"sluice_promise_gap_seconds_{what}", name) for what in ("sum", "count"))
         means = [_mean(total_s, whole) for total_s in sums] + [_mean(*client)]
-        yield (name, *(percent(each / ended) for each in missed), *map(seconds, means))
+        off_s, first_s = (
+            _total(looked, f"sluice_{what}_seconds_total", name) for what in ("ttft_error", "foreseen_ttft")
+        )
+        first, *others = (percent(each / ended) for each in missed)
+        yield (name, first, percent(_mean(off_s, first_s)), *others, *map(seconds, means))
 
 
 _TARGETS = ("ttft", "tpot", "e2e")

@@ -253,6 +253,7 @@ class Exchange:
                 "moves": _total(ended, "moves"),
                 "resumed": _total(ended, "resumed"),
                 "error": self._error,
+                "unkept_because": [timing.cause for timing in context.timings if timing.cause is not None],
                 "wait_s": _least(ended, "wait_s"),
                 "ttft_s": _least(ended, "ttft_s"),
                 "duration_s": round(sum(times.values()), 5),

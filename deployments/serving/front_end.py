@@ -175,6 +175,14 @@ class FrontEnd:
             "recent_requests": latest((await self.store.published("recent")).values()),
         }
 
+    async def unkept(self) -> list[dict[str, Any]]:
+        """The last requests whose promise was not kept, as routers published them last.
+
+        Raises:
+            StateStoreError: the shared state cannot be reached.
+        """
+        return latest((await self.store.published("unkept")).values(), None)
+
 
 def fills_idle(config: AppConfig) -> dict[str, Any]:
     """The order of each class that fills idle capacity."""

@@ -56,6 +56,7 @@ class Pages:
             Route("/metrics", self.metrics),
             Route("/metrics/", self.metrics),
             Route("/sluice/status", self.status),
+            Route("/sluice/unkept", self.unkept),
             *(Route(path, page) for path in PAGE_PATHS),
             Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
             *([Route("/docs", _docs_page)] if app.openapi_url else []),
@@ -95,6 +96,15 @@ class Pages:
         }
         of_all = {"more_models": others, **batches, "user_config": user_config, "answered_by": answered_by}
         return JSONResponse({**first, **of_all})
+
+    async def unkept(self, request: Request) -> Response:
+        """By model, the last requests whose promise was not kept, the latest first."""
+        try:
+            told = await asyncio.gather(*(front_end.unkept() for front_end in self._front_ends))
+        except StateStoreError as error:
+            return error_response(503, str(error))
+        names = (front_end.name for front_end in self._front_ends)
+        return JSONResponse({"unkept": dict(zip(names, told, strict=True))})
 
     async def _open_batches(self) -> dict[str, Any]:
         """Those of the key that asks; nothing without a Batch API, None while what runs them does not answer."""

@@ -15,8 +15,6 @@ from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
 
 UNLIMITED = float("inf")
-QUEUE_REASONS = ("max_waiting", "late", "max_key_share")
-"""Why a queue has no room for a request; a quota that is spent is told by its own name."""
 # Unix time has steps of 0.2 us in a float, and what is taken one by one is added up at them.
 _ROUNDING_S = 1e-3
 
@@ -217,6 +215,11 @@ def no_room(limits: Limits, queue: Queue) -> Refusal | None:
     if queue.wait_s > limits.max_wait_s:
         return Refusal("late", queue.wait_s - max(0.0, limits.max_wait_s))
     return None
+
+
+def predicted_wait_of(refusal: Refusal, limits: Limits) -> float:
+    """Seconds for which the refused request would have waited, as far as its refusal tells."""
+    return refusal.retry_after_s + max(0.0, limits.max_wait_s if refusal.reason == "late" else 0.0)
 
 
 def predicted_wait_s(

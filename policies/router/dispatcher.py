@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from policies.gang.batches import GangConfig, LaneView, next_batch
-from policies.router.admission import NO_LIMITS, Limits, Queue, Refusal, no_room, predicted_wait_s
+from policies.router.admission import Limits, Queue, Refusal, no_room, predicted_wait_s
 from policies.router.lanes import LaneName, Lanes
 from policies.router.late import looked_at, most_saved
 from policies.router.ledger import Ledger, Place, Replica, Tally
@@ -138,15 +138,15 @@ class Dispatcher:
 
     # What is decided
 
-    def refusal(self, ticket: Ticket, limits: Limits) -> Refusal | None:
-        """Why a ticket may not wait; None when it may, or starts at once."""
-        if limits is NO_LIMITS or self._choose(ticket) is not None:
-            return None
+    def wait_s(self, ticket: Ticket, limits: Limits) -> float | Refusal:
+        """For which a ticket waits by prediction, 0 where it starts at once; why, where it may not."""
+        if self._choose(ticket) is not None:
+            return 0.0
         lanes, pace = self.lanes, [replica.slowness for replica in self.ledger.serving(ticket.slo_class)]
         of_key = lanes.of_key[ticket.slo_class, ticket.api_key] if ticket.api_key else 0
         of_key_s = of_key and predicted_wait_s(of_key * lanes.mean_work_s(ticket.slo_class), pace)
         waiting, wait_s = lanes.waiting[ticket.slo_class], self._predicted_wait_s(ticket)
-        return no_room(limits, Queue(waiting=waiting, wait_s=wait_s, of_key=of_key, of_key_s=of_key_s))
+        return no_room(limits, Queue(waiting=waiting, wait_s=wait_s, of_key=of_key, of_key_s=of_key_s)) or wait_s
 
     def _predicted_wait_s(self, ticket: Ticket) -> float:
         """Every waiting ticket counts as the mean of its class."""

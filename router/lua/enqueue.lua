@@ -1,7 +1,7 @@
 -- ARGV: 'admit' to go by limits and quotas and queue nothing, else ''; then of each ticket: id, ticket,
 -- limits {max_waiting, max_wait_s, max_of_key}, quotas {{quota, cost, per_s, burst} ...}.
 -- Queue tickets, one after the other, and hand out what can be handed out. Returns for each {1, this router's new
--- assignments}, or {0, what is spent, seconds until it may be tried again}.
+-- assignments, seconds that it waits by prediction}, or {0, what is spent, seconds until it may be tried again}.
 local ticket, limits, quotas -- of the one whose turn it is
 
 -- The predicted seconds of what goes first: all of it, and of this class.
@@ -53,7 +53,7 @@ local function waiting_of_key(waiting, pace)
   return count, count * hash_number(':ahead', ticket[SLO_CLASS]) / waiting / pace
 end
 
--- policies.router.admission.no_room
+-- policies.router.admission.no_room; else the seconds for which it waits by prediction.
 local function no_room()
   local max_waiting, max_wait_s, max_of_key = unpack(limits)
   local pace, own_pace = paces()
@@ -66,6 +66,7 @@ local function no_room()
   elseif wait_s > max_wait_s then
     return { 0, 'late', tostring(wait_s - math.max(0, max_wait_s)) }
   end
+  return nil, wait_s
 end
 
 local function enqueue(id, only_admits)
@@ -74,8 +75,10 @@ local function enqueue(id, only_admits)
     limits, quotas = { math.huge, math.huge, math.huge }, {} -- its reply was lost: it was taken, and has paid
   end
   local spent, refusal = quotas_allow(quotas)
-  local replica = not refusal and choose(ticket)
-  refusal = refusal or (not replica and no_room())
+  local replica, wait_s = not refusal and choose(ticket), 0
+  if not refusal and not replica then
+    refusal, wait_s = no_room()
+  end
   if refusal then
     if had_a_place then -- which is another's now
       dispatch('')
@@ -84,18 +87,18 @@ local function enqueue(id, only_admits)
   end
   spend(spent)
   if only_admits then
-    return { 1, {} }
+    return { 1, {}, tostring(wait_s) }
   end
   ticket[REPLICA_ID], ticket[SINCE_MS], ticket[CHARGE_S] = '', now_ms(), 0
   local alone = not had_a_place and redis.call('EXISTS', P .. ':occupied') == 0
   if replica and alone and not is_behind(ticket) and not is_late(ticket, replica) then
     put_on(id, ticket, replica) -- as through its lane, in fewer moves
     note_start(ticket)
-    return { 1, { { id, replica } } }
+    return { 1, { { id, replica } }, '0' }
   end
   save_ticket(id, ticket)
   put_in_lane(id, ticket)
-  return { 1, dispatch(ticket[ROUTER_ID], not (had_a_place or replica)) }
+  return { 1, dispatch(ticket[ROUTER_ID], not (had_a_place or replica)), tostring(wait_s) }
 end
 
 local replies = {}

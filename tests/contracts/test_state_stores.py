@@ -27,7 +27,7 @@ from policies.router.turns import HALF_LIFE_S, band_of
 from predictor.learned import Scored
 from router.memory_store import MemoryStateStore
 from router.redis_store import RedisStateStore, connect
-from router.state_store import FinishedLength, LaneEdges, ReplicaInfo, Snapshot, StateStore
+from router.state_store import FinishedLength, LaneEdges, Queued, ReplicaInfo, Snapshot, StateStore
 
 FOR_EVER_S = 1e6
 PASSED_S, FAR_S = 1.0, 9e9  # by every clock
@@ -61,6 +61,11 @@ def ticket(request_id: str, *, key: float = 0.0, **fields: Any) -> Ticket:
     return Ticket(request_id=request_id, deadline_key=key, **given)
 
 
+async def started(store: StateStore, ticket: Ticket, limits: Limits = NO_LIMITS) -> list[Assignment] | Refusal:
+    queued = await store.enqueue(ticket, limits)
+    return queued if isinstance(queued, Refusal) else queued.assignments
+
+
 @dataclass
 class Clock:
     """The memory store's, which a test can put forward."""
@@ -90,14 +95,14 @@ async def store(
 
 async def test_a_ticket_goes_at_once_to_a_replica_with_credit(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
-    assert await store.enqueue(ticket("x")) == [Assignment("x", "r")]
+    assert await started(store, ticket("x")) == [Assignment("x", "r")]
     assert (await store.snapshot()).replicas["r"].running == 1
 
 
 async def test_without_credit_it_waits_in_its_bin_and_the_next_free_slot_takes_it(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
     await store.enqueue(ticket("x"))
-    assert await store.enqueue(ticket("y", bin_index=3)) == []
+    assert await started(store, ticket("y", bin_index=3)) == []
     assert (await store.snapshot()).lanes == {("standard", 3): 1}
     assert await store.locate(["x", "y", "z"]) == ["r", "", None]
     await store.release("r", ["x"])
@@ -131,25 +136,25 @@ async def test_the_replica_with_the_least_work_takes_a_ticket(store: StateStore)
         await store.register_replica(info(name), 4, [])
     await store.enqueue(ticket("long", work_s=5.0))
     await store.enqueue(ticket("short", work_s=1.0))
-    assert await store.enqueue(ticket("next", work_s=1.0)) == [Assignment("next", "q")]
+    assert await started(store, ticket("next", work_s=1.0)) == [Assignment("next", "q")]
 
 
 async def test_a_full_queue_takes_no_more(store: StateStore) -> None:
-    assert await store.enqueue(ticket("x"), Limits(max_waiting=1)) == []
-    assert await store.enqueue(ticket("y"), Limits(max_waiting=1)) == Refusal("max_waiting", 0.0)
-    assert await store.enqueue(ticket("z", slo_class="other"), Limits(max_waiting=1)) == []
+    assert await started(store, ticket("x"), Limits(max_waiting=1)) == []
+    assert await started(store, ticket("y"), Limits(max_waiting=1)) == Refusal("max_waiting", 0.0)
+    assert await started(store, ticket("z", slo_class="other"), Limits(max_waiting=1)) == []
     assert await store.locate(["y"]) == [None]
 
 
 async def test_a_replica_with_credit_takes_a_ticket_even_when_none_may_wait(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
-    assert await store.enqueue(ticket("x"), Limits(max_waiting=0)) == [Assignment("x", "r")]
+    assert await started(store, ticket("x"), Limits(max_waiting=0)) == [Assignment("x", "r")]
 
 
 async def test_queueing_again_frees_the_slot_it_had(store: StateStore) -> None:
     await store.register_replica(info("r"), 1, [])
     await store.enqueue(ticket("x"))
-    assert await store.enqueue(ticket("x")) == [Assignment("x", "r")]
+    assert await started(store, ticket("x")) == [Assignment("x", "r")]
     assert (await store.snapshot()).replicas["r"].running == 1
 
 
@@ -202,7 +207,7 @@ async def test_what_a_replica_runs_waits_no_longer(store: StateStore) -> None:
 async def test_a_draining_replica_gets_nothing_more(store: StateStore) -> None:
     await store.register_replica(info("r"), 2, [])
     await store.beat_replica("r", 0, FOR_EVER_S)
-    assert await store.enqueue(ticket("x")) == []
+    assert await started(store, ticket("x")) == []
 
 
 async def test_a_beat_names_what_was_assigned_before_the_lease(store: StateStore) -> None:
@@ -338,7 +343,7 @@ async def test_a_request_goes_where_most_of_its_prompt_is_cached(store: StateSto
     for name in ("p", "q", "r"):
         await store.register_replica(info(name), 4)
     known = (("q", 64), ("r", 96))
-    assert await store.enqueue(prompt("x", 100, prefixes=known)) == [Assignment("x", "r")]
+    assert await started(store, prompt("x", 100, prefixes=known)) == [Assignment("x", "r")]
     assert (await store.snapshot()).replicas["r"].unread_tokens == 4
 
 
@@ -346,21 +351,21 @@ async def test_a_popular_prefix_spreads_when_waiting_costs_more_than_reading(sto
     for name in ("p", "q"):
         await store.register_replica(info(name), 9)
     known = (("q", 60),)
-    placed = [(await store.enqueue(prompt(f"x{n}", 100, prefixes=known)))[0].replica_id for n in range(4)]
+    placed = [(await started(store, prompt(f"x{n}", 100, prefixes=known)))[0].replica_id for n in range(4)]
     assert placed == ["q", "q", "p", "q"]  # after 80 and 100 tokens that wait
 
 
 async def test_what_is_read_delays_those_that_come_after_where_all_have_prompts_to_read(store: StateStore) -> None:
     for name in ("p", "q"):
         await store.register_replica(info(name), 9)
-    placed = [(await store.enqueue(prompt(f"x{n}", 40)))[0].replica_id for n in range(3)]
+    placed = [(await started(store, prompt(f"x{n}", 40)))[0].replica_id for n in range(3)]
     assert placed == ["p", "q", "p"]
     known = (("p", 30),)
-    assert await store.enqueue(prompt("home", 50, prefixes=known)) == [
+    assert await started(store, prompt("home", 50, prefixes=known)) == [
         Assignment("home", "p")
     ]  # 80 + 2 * 20 < 40 + 2 * 50
     await store.cancel(["home", "x1"])
-    assert await store.enqueue(prompt("alone", 50, prefixes=known)) == [Assignment("alone", "q")]  # 50 < 80 + 20
+    assert await started(store, prompt("alone", 50, prefixes=known)) == [Assignment("alone", "q")]  # 50 < 80 + 20
 
 
 async def test_a_replica_that_reads_slowly_by_its_own_word_competes_by_that(store: StateStore) -> None:
@@ -368,17 +373,17 @@ async def test_a_replica_that_reads_slowly_by_its_own_word_competes_by_that(stor
         await store.register_replica(info(name), 4)
         await store.beat_replica(name, 4, FOR_EVER_S, reading=Reading(prompt_token_s=token_s))
     assert (await store.snapshot()).replicas["p"].prompt_token_s == 1.0
-    assert await store.enqueue(prompt("x", 100, prefixes=(("p", 50),))) == [Assignment("x", "p")]  # 50 s either way
-    assert await store.enqueue(prompt("y", 100, prefixes=(("p", 90),))) == [Assignment("y", "q")]  # behind those 50
+    assert await started(store, prompt("x", 100, prefixes=(("p", 50),))) == [Assignment("x", "p")]  # 50 s either way
+    assert await started(store, prompt("y", 100, prefixes=(("p", 90),))) == [Assignment("y", "q")]  # behind those 50
 
 
 async def test_reading_costs_what_it_pushes_out_of_a_cache(store: StateStore) -> None:
     for name, return_chance in (("p", 0.5), ("q", 0.25)):
         await store.register_replica(info(name), 4)
         await store.beat_replica(name, 4, FOR_EVER_S, reading=Reading(return_chance=return_chance))
-    assert await store.enqueue(prompt("x", 100)) == [Assignment("x", "q")]  # 125 < 150
+    assert await started(store, prompt("x", 100)) == [Assignment("x", "q")]  # 125 < 150
     await store.cancel(["x"])
-    assert await store.enqueue(prompt("y", 100, prefixes=(("p", 40),))) == [Assignment("y", "p")]  # 90 < 125
+    assert await started(store, prompt("y", 100, prefixes=(("p", 40),))) == [Assignment("y", "p")]  # 90 < 125
 
 
 async def test_less_than_a_step_makes_no_difference(store: StateStore) -> None:
@@ -386,9 +391,9 @@ async def test_less_than_a_step_makes_no_difference(store: StateStore) -> None:
         await store.register_replica(info(name), 4)
     await store.enqueue(ticket("old", work_s=2.0))
     known = (("p", 4),)
-    assert await store.enqueue(prompt("x", 100, prefixes=known, step_s=1.0)) == [Assignment("x", "q")]
+    assert await started(store, prompt("x", 100, prefixes=known, step_s=1.0)) == [Assignment("x", "q")]
     await store.cancel(["x"])
-    assert await store.enqueue(prompt("x", 100, prefixes=known, step_s=0.75)) == [Assignment("x", "p")]
+    assert await started(store, prompt("x", 100, prefixes=known, step_s=0.75)) == [Assignment("x", "p")]
 
 
 async def test_what_is_cached_is_no_work(store: StateStore) -> None:
@@ -406,15 +411,15 @@ async def test_a_prompt_that_was_taken_for_cached_counts_once_its_replica_says_s
     await store.enqueue(prompt("x", 100, prefixes=(("q", 96),)))
     await store.beat_replica("q", 4, FOR_EVER_S, reading=Reading(known_tokens=-96))
     assert (await store.snapshot()).replicas["q"].unread_tokens == 100
-    assert await store.enqueue(prompt("y", 100, prefixes=(("q", 50),))) == [Assignment("y", "p")]
+    assert await started(store, prompt("y", 100, prefixes=(("q", 50),))) == [Assignment("y", "p")]
 
 
 async def test_a_replica_out_of_its_routers_reach_takes_a_ticket_where_no_other_has_a_slot(store: StateStore) -> None:
     await store.register_replica(info("p"), 2)
     await store.register_replica(info("q"), 2, slowness=9.0)
-    placed = [(await store.enqueue(ticket(f"x{n}", avoids=("p",))))[0].replica_id for n in range(3)]
+    placed = [(await started(store, ticket(f"x{n}", avoids=("p",))))[0].replica_id for n in range(3)]
     assert placed == ["q", "q", "p"]
-    assert await store.enqueue(ticket("of another router", router_id="b")) == [Assignment("of another router", "p")]
+    assert await started(store, ticket("of another router", router_id="b")) == [Assignment("of another router", "p")]
     await store.enqueue(ticket("waits", avoids=("p",)))
     await store.release("p", ["x2"])
     assert await store.locate(["waits"]) == ["p"]
@@ -426,12 +431,12 @@ async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_c
     for n in range(6):
         await store.enqueue(ticket(f"x{n}", key=float(n), work_s=2.0))
     limits = Limits(max_waiting=100, max_wait_s=3.0)
-    assert await store.enqueue(ticket("last", key=9.0), limits) == Refusal("late", 1.0)  # 12 s at pace 3
-    assert await store.enqueue(ticket("early", key=1.5), limits) == []  # only two go first
+    assert await started(store, ticket("last", key=9.0), limits) == Refusal("late", 1.0)  # 12 s at pace 3
+    assert await started(store, ticket("early", key=1.5), limits) == []  # only two go first
     too_late = replace(limits, max_wait_s=-1.0)
-    assert await store.enqueue(ticket("passed", key=-1.0), too_late) == Refusal("late", 0.0)
+    assert await started(store, ticket("passed", key=-1.0), too_late) == Refusal("late", 0.0)
     await store.beat_replica("p", 9, FOR_EVER_S)
-    assert isinstance(await store.enqueue(ticket("at once"), too_late), list)
+    assert isinstance(await started(store, ticket("at once"), too_late), list)
 
 
 async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_run_there(store: StateStore) -> None:
@@ -441,46 +446,48 @@ async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_r
         await store.enqueue(ticket(f"x{n}", work_s=2.0))
     limits = Limits(max_waiting=100, max_wait_s=3.0)
     for n in range(2):
-        assert await store.enqueue(ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
+        assert await started(store, ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
     late = ticket("late", key=1.0, slo_class="urgent")
-    assert await store.enqueue(late, limits) == Refusal("late", 1.0)  # 4 s of its own class
-    assert await store.enqueue(ticket("y", key=1.0), limits) == Refusal("late", 81.0)  # 84 s at the shared one
+    assert await store.enqueue(late, replace(limits, max_wait_s=4.0)) == Queued([], 4.0)
+    await store.cancel(["late"])
+    assert await started(store, late, limits) == Refusal("late", 1.0)  # 4 s of its own class
+    assert await started(store, ticket("y", key=1.0), limits) == Refusal("late", 81.0)  # 84 s at the shared one
 
 
 async def test_a_quota_is_spent_only_by_what_is_taken(store: StateStore) -> None:
     def limits(max_waiting: int, cost: float = 1.0) -> Limits:
         return Limits(max_waiting=max_waiting, quotas=(Quota(name="k", cost=cost, per_s=0.001, burst=2.0),))
 
-    assert await store.enqueue(ticket("x"), limits(1)) == []
-    assert isinstance(await store.enqueue(ticket("y"), limits(1)), Refusal)
-    assert await store.enqueue(ticket("y"), limits(9)) == []
-    refused = await store.enqueue(ticket("z"), limits(9))
+    assert await started(store, ticket("x"), limits(1)) == []
+    assert isinstance(await started(store, ticket("y"), limits(1)), Refusal)
+    assert await started(store, ticket("y"), limits(9)) == []
+    refused = await started(store, ticket("z"), limits(9))
     assert isinstance(refused, Refusal)
     assert refused.reason == "k"
     assert refused.retry_after_s == pytest.approx(1000.0, abs=10.0)
-    assert await store.enqueue(ticket("z"), Limits(max_waiting=9)) == []
+    assert await started(store, ticket("z"), Limits(max_waiting=9)) == []
 
 
 async def test_one_request_above_the_burst_takes_all_of_it(store: StateStore) -> None:
     quota = Quota(name="k", cost=5.0, per_s=0.001, burst=2.0)
-    assert await store.enqueue(ticket("x"), Limits(max_waiting=9, quotas=(quota,))) == []
-    assert isinstance(await store.enqueue(ticket("y"), Limits(max_waiting=9, quotas=(quota,))), Refusal)
+    assert await started(store, ticket("x"), Limits(max_waiting=9, quotas=(quota,))) == []
+    assert isinstance(await started(store, ticket("y"), Limits(max_waiting=9, quotas=(quota,))), Refusal)
 
 
 async def test_a_call_that_is_repeated_because_its_reply_was_lost_is_charged_once(store: StateStore) -> None:
     limits = Limits(max_waiting=2, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=2.0),))
     for _ in range(3):
-        assert await store.enqueue(ticket("x"), limits) == []
-    assert await store.enqueue(ticket("y"), limits) == []
+        assert await started(store, ticket("x"), limits) == []
+    assert await started(store, ticket("y"), limits) == []
     for _ in range(2):  # though the class is full by now
-        assert await store.enqueue(ticket("x"), limits) == []
-    assert isinstance(await store.enqueue(ticket("z"), limits), Refusal)
+        assert await started(store, ticket("x"), limits) == []
+    assert isinstance(await started(store, ticket("z"), limits), Refusal)
 
 
 async def test_an_id_that_another_router_has_queued_is_charged(store: StateStore) -> None:
     limits = Limits(max_waiting=9, quotas=(Quota(name="k", cost=1.0, per_s=0.001, burst=1.0),))
-    assert await store.enqueue(ticket("x", router_id="b"), limits) == []
-    assert isinstance(await store.enqueue(ticket("x"), limits), Refusal)
+    assert await started(store, ticket("x", router_id="b"), limits) == []
+    assert isinstance(await started(store, ticket("x"), limits), Refusal)
 
 
 async def test_what_is_admitted_pays_and_waits_nowhere(store: StateStore) -> None:
@@ -489,9 +496,9 @@ async def test_what_is_admitted_pays_and_waits_nowhere(store: StateStore) -> Non
     assert await store.admit(ticket("x"), limits) is None
     assert (await store.snapshot()).replicas["r"].running == (await store.snapshot()).waiting == 0
     assert await owed(store) == 4.0
-    assert await store.enqueue(ticket("y")) == [Assignment("y", "r")]
+    assert await started(store, ticket("y")) == [Assignment("y", "r")]
     assert await store.admit(ticket("x"), limits) is None
-    assert await store.enqueue(ticket("z")) == []
+    assert await started(store, ticket("z")) == []
     assert await store.admit(ticket("x", slo_class="other"), Limits(max_waiting=1)) is None
     refused = await store.admit(ticket("x"), Limits(max_waiting=1, quotas=(quota(0.5),)))
     assert isinstance(refused, Refusal)
@@ -522,7 +529,7 @@ async def owed(store: StateStore, name: str = "k") -> float:
 
 async def test_a_charge_counts_with_what_requests_take_and_a_refused_one_takes_nothing(store: StateStore) -> None:
     assert await store.charge([quota(4.0)]) is None
-    assert await store.enqueue(ticket("x"), Limits(max_waiting=9, quotas=(quota(3.0),))) == []
+    assert await started(store, ticket("x"), Limits(max_waiting=9, quotas=(quota(3.0),))) == []
     refused = await store.charge([quota(1.0, "other"), quota(4.0)])
     assert isinstance(refused, Refusal)
     assert refused.reason == "k"
@@ -540,10 +547,10 @@ async def test_what_was_not_taken_comes_back_and_no_more_than_was_owed(store: St
 
 async def test_an_allowance_overdrawn_by_a_settlement_delays_the_next_request(store: StateStore) -> None:
     await store.settle("a", 1, [settlement(100.0)])
-    refused = await store.enqueue(ticket("x"), Limits(max_waiting=9, quotas=(quota(1.0),)))
+    refused = await started(store, ticket("x"), Limits(max_waiting=9, quotas=(quota(1.0),)))
     assert isinstance(refused, Refusal)
     assert refused.retry_after_s * SLOWLY == pytest.approx(92.0, abs=1e-3)
-    assert await store.enqueue(ticket("y"), Limits(max_waiting=9, quotas=(quota(1.0, "other"),))) == []
+    assert await started(store, ticket("y"), Limits(max_waiting=9, quotas=(quota(1.0, "other"),))) == []
 
 
 async def test_settlements_that_are_repeated_because_their_reply_was_lost_count_once(store: StateStore) -> None:
@@ -556,25 +563,25 @@ async def test_a_flooding_key_has_its_share_of_the_queue_and_others_the_rest(sto
     await store.register_replica(info("r"), 0)
     limits = Limits(max_waiting=8, max_of_key=4)
     for n in range(4):
-        assert await store.enqueue(ticket(f"f{n}", key=1.0, work_s=2.0, api_key="flood"), limits) == []
+        assert await started(store, ticket(f"f{n}", key=1.0, work_s=2.0, api_key="flood"), limits) == []
     another = ticket("f4", work_s=2.0, api_key="flood")
     for _ in range(9):
-        assert await store.enqueue(another, limits) == Refusal("max_key_share", 8.0)
+        assert await started(store, another, limits) == Refusal("max_key_share", 8.0)
     for n in range(4):
-        assert await store.enqueue(ticket(f"o{n}", key=2.0, work_s=2.0, api_key="other"), limits) == []
-    assert await store.enqueue(another, limits) == Refusal("max_key_share", 8.0)  # whatever others have waiting
-    assert await store.enqueue(ticket("z", api_key="third"), limits) == Refusal("max_waiting", 0.0)
-    assert await store.enqueue(replace(another, slo_class="else"), limits) == []
+        assert await started(store, ticket(f"o{n}", key=2.0, work_s=2.0, api_key="other"), limits) == []
+    assert await started(store, another, limits) == Refusal("max_key_share", 8.0)  # whatever others have waiting
+    assert await started(store, ticket("z", api_key="third"), limits) == Refusal("max_waiting", 0.0)
+    assert await started(store, replace(another, slo_class="else"), limits) == []
 
 
 @pytest.mark.parametrize("leaves", ["starts", "is cancelled", "leaves with its router", "is swept out with its router"])
 async def test_what_waits_no_longer_is_no_part_of_its_keys_share(store: StateStore, leaves: str) -> None:
     limits = Limits(max_waiting=9, max_of_key=1)
     waits = ticket("x", api_key="k", predicted_output_tokens=50.0)
-    assert await store.enqueue(waits, limits) == []
+    assert await started(store, waits, limits) == []
     await store.swap_edges(SHAPE, 0, [0.0, 10.0, math.inf])  # into another lane
-    assert await store.enqueue(replace(waits, bin_index=1), limits) == []  # its reply was lost
-    assert isinstance(await store.enqueue(replace(waits, request_id="y"), limits), Refusal)
+    assert await started(store, replace(waits, bin_index=1), limits) == []  # its reply was lost
+    assert isinstance(await started(store, replace(waits, request_id="y"), limits), Refusal)
     if leaves == "starts":
         await store.register_replica(info("r"), 1)
     elif leaves == "is cancelled":
@@ -583,15 +590,15 @@ async def test_what_waits_no_longer_is_no_part_of_its_keys_share(store: StateSto
         await store.remove_router("a")
     else:
         await store.beat_router("a", 0.0)
-    assert await store.enqueue(replace(waits, request_id="y"), limits) == []
-    assert isinstance(await store.enqueue(replace(waits, request_id="z"), limits), Refusal)
+    assert await started(store, replace(waits, request_id="y"), limits) == []
+    assert isinstance(await started(store, replace(waits, request_id="z"), limits), Refusal)
 
 
 async def test_requests_without_a_key_have_the_whole_queue(store: StateStore) -> None:
     limits = Limits(max_waiting=3, max_of_key=1)
     for n in range(3):
-        assert await store.enqueue(ticket(f"x{n}"), limits) == []
-    assert await store.enqueue(ticket("y"), limits) == Refusal("max_waiting", 0.0)
+        assert await started(store, ticket(f"x{n}"), limits) == []
+    assert await started(store, ticket("y"), limits) == Refusal("max_waiting", 0.0)
 
 
 async def test_new_edges_move_what_waits_and_the_second_router_comes_too_late(store: StateStore) -> None:
@@ -642,7 +649,7 @@ async def test_who_is_late_when_it_is_its_turn_moves_behind_and_is_counted(store
 async def test_who_is_late_and_finds_a_free_slot_takes_it_and_is_counted(store: StateStore) -> None:
     await store.register_replica(info("r"), 1)
     late = ticket("x", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S))
-    assert await store.enqueue(late) == [Assignment("x", "r")]
+    assert await started(store, late) == [Assignment("x", "r")]
     assert (await store.snapshot()).late == {("standard", "passed"): 1}
 
 
@@ -651,7 +658,7 @@ async def test_who_is_late_on_arrival_waits_where_there_are_prompts_to_read(stor
     await store.beat_replica("r", 2, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
     await store.enqueue(ticket("x", unread_tokens=5))
     passed = ticket("y", key=1.0, deadline_s=PASSED_S, late_key=banded(Band.LATE, FAR_S), unread_tokens=5)
-    assert await store.enqueue(passed) == []
+    assert await started(store, passed) == []
     assert (await store.snapshot()).late == {("standard", "passed"): 1}
     await store.release("r", [], reading=Reading(read=("x",), max_unread_tokens=99))
     assert await store.locate(["x", "y"]) == ["r", "r"]
@@ -693,10 +700,10 @@ async def test_an_owed_start_follows_at_once_on_one_that_found_a_free_slot(store
     await store.register_replica(info("r"), 99)
     await store.beat_replica("r", 99, FOR_EVER_S, reading=Reading(known_tokens=-5, max_unread_tokens=100))
     key = banded(Band.LATE, PASSED_S)
-    assert await store.enqueue(ticket("late", key=key, late_key=key)) == []
-    started = [await store.enqueue(ticket(f"x{n}", key=banded(Band.IN_TIME, FAR_S))) for n in range(9)]
-    assert started[:-1] == [[Assignment(f"x{n}", "r")] for n in range(8)]
-    assert started[-1] == [Assignment("x8", "r"), Assignment("late", "r")]
+    assert await started(store, ticket("late", key=key, late_key=key)) == []
+    in_time = [await started(store, ticket(f"x{n}", key=banded(Band.IN_TIME, FAR_S))) for n in range(9)]
+    assert in_time[:-1] == [[Assignment(f"x{n}", "r")] for n in range(8)]
+    assert in_time[-1] == [Assignment("x8", "r"), Assignment("late", "r")]
 
 
 async def test_keys_without_bands_are_owed_nothing_however_large_they_are(store: StateStore) -> None:
@@ -815,11 +822,11 @@ async def test_a_late_one_waits_for_the_replica_that_has_its_prompt_while_that_r
         await store.register_replica(info(name), 0)
         await store.beat_replica(name, 2, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
     known: dict[str, Any] = {"prefixes": (("p", 15),), "prompt_token_s": 0.25}
-    assert await store.enqueue(prompt("first", 20, **known)) == [Assignment("first", "p")]  # 5 to read
+    assert await started(store, prompt("first", 20, **known)) == [Assignment("first", "p")]  # 5 to read
     fields = {"unread_tokens": 20, **known}
-    assert await store.enqueue(late("own", "", 0.0, **fields)) == []  # 5 + 5 < 20
-    assert await store.enqueue(late("own, too", "", 1.0, **fields)) == []  # 10 + 5 < 20
-    assert await store.enqueue(late("one too many", "", 2.0, **fields)) == [Assignment("one too many", "q")]
+    assert await started(store, late("own", "", 0.0, **fields)) == []  # 5 + 5 < 20
+    assert await started(store, late("own, too", "", 1.0, **fields)) == []  # 10 + 5 < 20
+    assert await started(store, late("one too many", "", 2.0, **fields)) == [Assignment("one too many", "q")]
     await store.release("p", ["first"], reading=Reading(max_unread_tokens=99))
     assert await store.locate(["own", "own, too"]) == ["p", ""]
 
@@ -829,8 +836,8 @@ async def test_a_late_one_does_not_wait_for_a_replica_without_room(store: StateS
         await store.register_replica(info(name), 0)
         await store.beat_replica(name, 1, FOR_EVER_S, reading=Reading(max_unread_tokens=99))
     known: dict[str, Any] = {"prefixes": (("p", 15),), "prompt_token_s": 0.25}
-    assert await store.enqueue(prompt("first", 20, **known)) == [Assignment("first", "p")]
-    assert await store.enqueue(late("own", "", 0.0, unread_tokens=20, **known)) == [Assignment("own", "q")]
+    assert await started(store, prompt("first", 20, **known)) == [Assignment("first", "p")]
+    assert await started(store, late("own", "", 0.0, unread_tokens=20, **known)) == [Assignment("own", "q")]
 
 
 async def test_what_is_cached_counts_among_late_ones_of_the_key_whose_turn_it_is(store: StateStore) -> None:
@@ -922,8 +929,8 @@ async def test_what_a_replica_has_in_its_cache_counts_as_read(store: StateStore)
 async def test_one_prompt_of_any_length_goes_to_a_replica_with_nothing_to_read(store: StateStore) -> None:
     await store.register_replica(info("r"), 9)
     await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
-    assert await store.enqueue(ticket("a", unread_tokens=10**6)) == [Assignment("a", "r")]
-    assert await store.enqueue(ticket("b", unread_tokens=1)) == []
+    assert await started(store, ticket("a", unread_tokens=10**6)) == [Assignment("a", "r")]
+    assert await started(store, ticket("b", unread_tokens=1)) == []
 
 
 async def test_nothing_is_called_back_while_a_free_slot_only_waits_for_prompts_to_be_read(store: StateStore) -> None:
@@ -942,8 +949,8 @@ async def test_a_replica_that_comes_back_is_not_taken_for_full(store: StateStore
     await store.enqueue(ticket("a", unread_tokens=5))
     await store.drop_replica("r")
     await store.register_replica(info("r"), 2)
-    assert await store.enqueue(ticket("b", unread_tokens=5)) == [Assignment("b", "r")]
-    assert await store.enqueue(ticket("c", unread_tokens=5)) == [Assignment("c", "r")]
+    assert await started(store, ticket("b", unread_tokens=5)) == [Assignment("b", "r")]
+    assert await started(store, ticket("c", unread_tokens=5)) == [Assignment("c", "r")]
 
 
 async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
@@ -954,9 +961,9 @@ async def test_what_waits_is_told_in_seconds(store: StateStore) -> None:
 
 async def test_a_gang_replica_takes_a_whole_batch_of_one_bin_when_it_is_formed(store: StateStore) -> None:
     await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
-    assert await store.enqueue(ticket("a", bin_index=0, key=1.0)) == []
-    assert await store.enqueue(ticket("b", bin_index=1, key=2.0)) == []
-    assert await store.enqueue(ticket("c", bin_index=1, key=3.0)) == [Assignment("b", "r"), Assignment("c", "r")]
+    assert await started(store, ticket("a", bin_index=0, key=1.0)) == []
+    assert await started(store, ticket("b", bin_index=1, key=2.0)) == []
+    assert await started(store, ticket("c", bin_index=1, key=3.0)) == [Assignment("b", "r"), Assignment("c", "r")]
     load = (await store.snapshot()).replicas["r"]
     assert (load.gang, load.running, load.credit) == (True, 2, 0)
 
@@ -965,11 +972,11 @@ async def test_a_bin_of_long_answers_makes_smaller_batches(store: StateStore) ->
     await store.register_replica(info("r", gang_max_wait_s=math.inf), 3)
     await store.beat_replica("r", 3, FOR_EVER_S, 1.0, [3, 2])
     for name, bin_index in (("a", 0), ("b", 0), ("c", 1)):
-        assert await store.enqueue(ticket(name, bin_index=bin_index)) == []
-    assert await store.enqueue(ticket("d", bin_index=1)) == [Assignment("c", "r"), Assignment("d", "r")]
+        assert await started(store, ticket(name, bin_index=bin_index)) == []
+    assert await started(store, ticket("d", bin_index=1)) == [Assignment("c", "r"), Assignment("d", "r")]
     await store.release("r", ["c", "d"])
     for name in ("e", "f"):
-        assert await store.enqueue(ticket(name, bin_index=2)) == []  # a bin of which nothing is known
+        assert await started(store, ticket(name, bin_index=2)) == []  # a bin of which nothing is known
     await store.beat_replica("r", 3, FOR_EVER_S, 1.0, [2, 2, 3])
     assert await store.locate(["a", "b", "e", "f"]) == ["r", "r", "", ""]
 
@@ -1047,7 +1054,7 @@ async def test_what_a_lost_gang_replica_had_finds_its_place_before_what_came_lat
     for name, bin_index in (("c", 0), ("d", 1)):
         await store.enqueue(ticket(name, bin_index=bin_index, key=banded(Band.IN_TIME, 2.0)))
     await store.drop_replica("r")
-    assert await store.enqueue(ticket("a", bin_index=1, key=banded(Band.RESUMED, 1.0))) == []
+    assert await started(store, ticket("a", bin_index=1, key=banded(Band.RESUMED, 1.0))) == []
     await store.release("s", ["b"])
     assert await store.locate(["a", "c", "d"]) == ["s", "", "s"]
 
@@ -1067,7 +1074,7 @@ async def test_less_than_a_batch_goes_when_its_wait_is_over_and_time_alone_is_en
     tickets = [ticket(name, bin_index=bin_index) for name, bin_index in (("a", 0), ("b", 1), ("c", 0))]
     while True:
         began_s = time.monotonic()
-        given = [*[await store.enqueue(each) for each in tickets], await store.dispatch("a")]
+        given = [*[await started(store, each) for each in tickets], await store.dispatch("a")]
         if time.monotonic() - began_s < 2.0:
             break
         await store.cancel(["a", "b", "c"])  # the machine stood still for so long that the wait was over
@@ -1086,9 +1093,9 @@ async def test_a_rolling_replica_takes_what_comes_until_it_is_full_and_then_as_m
     await store.register_replica(info("r", rolling_size=2), 4)
     first = [f"x{n}" for n in range(4)]
     for name in first:
-        assert await store.enqueue(ticket(name)) == [Assignment(name, "r")]
+        assert await started(store, ticket(name)) == [Assignment(name, "r")]
     for key, (name, bin_index) in enumerate((("a", 0), ("b", 1), ("c", 0), ("d", 1), ("e", 1))):
-        assert await store.enqueue(ticket(name, bin_index=bin_index, key=float(key))) == []
+        assert await started(store, ticket(name, bin_index=bin_index, key=float(key))) == []
     await store.release("r", first[:1])
     assert await store.locate(["a", "b", "c"]) == ["", "", ""], "two slots must be free"
     await store.release("r", first[1:2])
@@ -1145,9 +1152,9 @@ async def test_new_edges_that_fill_a_bin_send_its_batch(store: StateStore) -> No
 async def test_a_gang_batch_comes_out_of_one_bucket(store: StateStore) -> None:
     await store.register_replica(info("r", gang_max_wait_s=math.inf), 2)
     for name, bin_index, bucket in (("a", 0, 1), ("b", 1, 0), ("c", 1, 1)):
-        assert await store.enqueue(ticket(name, bin_index=bin_index, bucket=bucket)) == []
+        assert await started(store, ticket(name, bin_index=bin_index, bucket=bucket)) == []
     assert (await store.snapshot()).lanes == {("standard", 0): 1, ("standard", 1): 2}
-    assert await store.enqueue(ticket("d", bin_index=1, bucket=1)) == [Assignment("c", "r"), Assignment("d", "r")]
+    assert await started(store, ticket("d", bin_index=1, bucket=1)) == [Assignment("c", "r"), Assignment("d", "r")]
 
 
 async def test_equal_keys_of_one_bin_go_by_bucket_and_then_by_id(store: StateStore) -> None:
@@ -1187,7 +1194,7 @@ async def test_urgent_work_calls_back_what_fills_idle_capacity_the_last_due_firs
     assert (await store.snapshot()).recalled == {"y"}
     await store.dispatch()  # its slot is on the way
     assert (await store.snapshot()).recalled == {"y"}
-    assert await store.enqueue(offline("y", 62.0)) == []
+    assert await started(store, offline("y", 62.0)) == []
     assert await store.locate(["urgent", "y"]) == ["r", ""]
     assert (await store.snapshot()).recalled == frozenset()
     await store.enqueue(ticket("another", key=11.0, router_id="b"))
@@ -1206,7 +1213,7 @@ async def test_urgent_work_calls_back_what_fills_idle_capacity_the_last_due_firs
 async def test_nothing_else_is_called_back(store: StateStore, running: Ticket, waits: Ticket) -> None:
     await store.register_replica(info("r"), 1)
     await store.enqueue(running)
-    assert await store.enqueue(waits) == []
+    assert await started(store, waits) == []
     assert (await store.snapshot()).recalled == frozenset()
 
 
@@ -1398,13 +1405,11 @@ async def take(store: StateStore, step: Step) -> Any:
     if isinstance(result, Refusal):
         is_quota = result.reason in QUOTAS  # by two clocks
         return result.reason, None if is_quota else round(result.retry_after_s, 6)
+    if isinstance(result, Queued):
+        return [result.assignments, f"{result.wait_s:.9g}"]
     if name == "beat_replica":
         return None if result is None else sorted(result)
     return tuple(map(sorted, result)) if name == "beat_router" else result
-
-
-def told(assignments: list[Assignment], notices: dict[str, list[Assignment]]) -> set[str]:
-    return {a.request_id for batch in (assignments, *notices.values()) for a in batch}
 
 
 @dataclass

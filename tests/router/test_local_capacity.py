@@ -3,7 +3,7 @@
 from policies.router.admission import NO_LIMITS
 from policies.router.tickets import Assignment, Ticket
 from router.local_capacity import LocalCapacity
-from router.state_store import ReplicaInfo, ReplicaLoad, Snapshot
+from router.state_store import Queued, ReplicaInfo, ReplicaLoad, Snapshot
 from tests.fakes import ManualClock
 
 
@@ -17,9 +17,10 @@ async def test_a_gang_replica_goes_on_taking_whole_batches_and_what_has_waited_l
     load = ReplicaLoad(slots=4, running=0, outstanding_s=0.0, gang=True)
     await local.begin([info], Snapshot(replicas={"r": load}, routers=2), {}, {})
     assert await local.due("a") == []
-    assert await local.enqueue(ticket("x"), NO_LIMITS) == []
-    assert await local.enqueue(ticket("y"), NO_LIMITS) == [Assignment("x", "r"), Assignment("y", "r")]  # half of 4
-    assert await local.enqueue(ticket("z"), NO_LIMITS) == []
+    assert await local.enqueue(ticket("x"), NO_LIMITS) == Queued([])
+    started = [Assignment("x", "r"), Assignment("y", "r")]  # half of 4
+    assert await local.enqueue(ticket("y"), NO_LIMITS) == Queued(started, 1.0)
+    assert await local.enqueue(ticket("z"), NO_LIMITS) == Queued([])
     assert await local.ended("x", "a") == []
     assert await local.ended("y", "a") == []  # idle, but one is no batch yet
     clock.advance_to(5.0)

@@ -25,7 +25,7 @@ from policies.router.tickets import Recall, Ticket
 from predictor.learned import Scored
 from router import redis_store
 from router.redis_store import RedisStateStore, check_access, connect
-from router.state_store import FinishedLength, ReplicaInfo
+from router.state_store import FinishedLength, Queued, ReplicaInfo
 from tests.gate import Gate
 from tests.waiting import PATIENCE_S
 
@@ -315,16 +315,16 @@ async def test_models_of_one_application_share_a_quota_and_other_applications_do
         RedisStateStore(connect(redis_url), name)
         for name in (f"{namespace}:model", f"{namespace}:another:prefill", f"{namespace}-2:model")
     )
-    assert await first.enqueue(TICKET, ONE_A_MINUTE) == []
+    assert await first.enqueue(TICKET, ONE_A_MINUTE) == Queued([])
     assert isinstance(await second.enqueue(TICKET, ONE_A_MINUTE), Refusal)
-    assert await other.enqueue(TICKET, ONE_A_MINUTE) == []
+    assert await other.enqueue(TICKET, ONE_A_MINUTE) == Queued([])
     for store in (first, second, other):
         await store.close()
 
 
 async def test_a_clock_of_redis_that_is_set_back_locks_nobody_out(redis_url: str, namespace: str) -> None:
     store, admin = RedisStateStore(connect(redis_url), namespace), connect(redis_url)
-    assert await store.enqueue(TICKET, ONE_A_MINUTE) == []
+    assert await store.enqueue(TICKET, ONE_A_MINUTE) == Queued([])
     key = f"{{sluice:{namespace}}}:spent:k"
     for set_back_s, owed_s in ((0.0, 60.0), (3600.0, 60.0), (-40.0, 20.0)):  # the last lets time pass
         kept = await admin.get(key)

@@ -14,7 +14,7 @@ from deployments.process.ports import free_port
 from policies.errors import StateStoreAccessError, StateStoreError
 from policies.router.tickets import Assignment, Ticket
 from router.redis_store import RedisStateStore, check_access, connect
-from router.state_store import ReplicaInfo
+from router.state_store import Queued, ReplicaInfo
 from tests.authority import Authority, shown_by_server
 from tests.gate import Gate
 
@@ -38,7 +38,7 @@ async def test_tickets_and_notices_travel_over_tls(tls_url: str, authority: Auth
     store = RedisStateStore(connect(tls_url, str(authority.certificate)), namespace)
     notices = store.notices("a")
     assert await anext(notices) == []
-    assert await store.enqueue(TICKET) == []
+    assert await store.enqueue(TICKET) == Queued([])
     info = ReplicaInfo(replica_id="r", host="127.0.0.1", port=1, secret=b"s", max_model_len=8)
     await store.register_replica(info, 1, [])
     async with asyncio.timeout(30):

@@ -11,6 +11,7 @@ from policies.router.promise import Promise
 from policies.router.tickets import Assignment, Ticket
 from router import event_loop, wire
 from router.clock import MonotonicClock
+from router.state_store import Queued
 from router.terms import RoutedClientConfig
 from tests.fakes import FakeRequest
 from tests.router.service import STEP_TIMES, TARGETS_S, Service, begun, info, over, request, timed, told
@@ -251,7 +252,8 @@ async def test_an_assignment_told_twice_is_sent_once_and_the_slot_of_another_rep
         front_end.client.sending.place(Assignment(answer.asked.request_id, "r0"))
     await service.store.register_replica(info("other"), 1, [])
     await service.store.drop_replica("r0")
-    assert await service.store.enqueue(front_end.client.ledger[answer.asked.request_id].ticket)
+    queued = await service.store.enqueue(front_end.client.ledger[answer.asked.request_id].ticket)
+    assert isinstance(queued, Queued) and queued.assignments
     front_end.client.sending.place(Assignment(answer.asked.request_id, "other"))
     replica.engine.resume()
     await service.finish([answer])

@@ -147,13 +147,16 @@ def test_a_class_has_its_missed_targets_and_its_mean_times_per_token() -> None:
         ("sluice_engine_promised_requests_total", {"slo_class": "chat", "tpot": "missed", "replica": "b"}, 2.0),
         *((gaps, {"slo_class": "chat", "of": of, "replica": "a"}, 0.2) for of in ("promised", "came")),
         *((gaps, {"slo_class": "chat", "of": of, "replica": "b"}, 0.1) for of in ("believed", "in_steps", "came")),
+        ("sluice_ttft_error_seconds_total", {"slo_class": "chat", "router": "a"}, 0.3),
+        ("sluice_ttft_error_seconds_total", {"slo_class": "chat", "router": "b"}, 0.1),
+        ("sluice_foreseen_ttft_seconds_total", {"slo_class": "chat", "router": "a"}, 2.0),
         ("sluice_promise_gap_seconds_sum", {"slo_class": "chat"}, 0.4),
         ("sluice_promise_gap_seconds_count", {"slo_class": "chat"}, 4.0),
     ]
     rows = list(promise_rows(Looked(status={"classes": {"free": {}, "idle": {}, "chat": {}}}, metrics=metrics)))
     assert rows == [
-        ("chat", "0.0 %", "25.0 %", "0.0 %", "50 ms", "25 ms", "25 ms", "75 ms", "100 ms"),
-        ("free", "0.0 %", "0.0 %", "100.0 %", "–", "–", "–", "–", "–"),
+        ("chat", "0.0 %", "20.0 %", "25.0 %", "0.0 %", "50 ms", "25 ms", "25 ms", "75 ms", "100 ms"),
+        ("free", "0.0 %", "–", "0.0 %", "100.0 %", "–", "–", "–", "–", "–"),
     ]
 
 

@@ -20,7 +20,7 @@ from router.cached_blocks import BlockChanges, BlockSet
 from router.connection import ReplicaConnection
 from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo
+from router.state_store import Queued, ReplicaInfo
 from router.wire import Buffer
 from tests.fakes import FakeCache, FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
 from tests.waiting import PATIENCE_S, until
@@ -100,7 +100,7 @@ class Replica:
 
     async def give_slot(self, request_id: str) -> None:
         ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-        assert await self.store.enqueue(ticket)
+        assert (await self.store.enqueue(ticket)).assignments
 
 
 Begin = Callable[..., Awaitable[Replica]]
@@ -519,7 +519,7 @@ async def test_slots_are_offered_once_the_check_at_start_has_returned(new_store:
         seen.append((replica.relay.slots, await replica.running()))
 
     waiting = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-    assert await replica.store.enqueue(waiting) == []
+    assert await replica.store.enqueue(waiting) == Queued([])
     await replica.relay.start("127.0.0.1", check=check)
     assert seen == [(0, 0)]
     assert (replica.relay.slots, await replica.running()) == (4, 1)
@@ -546,7 +546,7 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, float]) -> None:
 async def test_an_idle_gang_replica_sees_to_it_that_no_request_waits_for_a_full_batch_for_ever(begin: Begin) -> None:
     replica = await begin(gang_max_wait_s=0.1, heartbeat_s=60.0)
     lonely = Ticket(request_id="x", bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-    assert await replica.store.enqueue(lonely) == []
+    assert await replica.store.enqueue(lonely) == Queued([])
     await settled(replica.running, 1)
     await replica.relay.close()
 

@@ -32,7 +32,7 @@ from policies.errors import (
 )
 from policies.router.tickets import Assignment, Notice, Ticket
 from router.redis_store import RedisStateStore, connect
-from router.state_store import ReplicaInfo
+from router.state_store import Queued, ReplicaInfo
 from tests.fakes import FakeEngine
 from tests.waiting import until
 
@@ -126,7 +126,7 @@ class Fleet:
 
     async def queue(self, request_id: str) -> None:
         ticket = Ticket(request_id=request_id, bin_index=0, deadline_key=0.0, work_s=1.0, router_id="a")
-        assert await self.store.enqueue(ticket) == []
+        assert await self.store.enqueue(ticket) == Queued([])
 
     async def start(self, replica: Replica, role: Role = "decode") -> None:
         await replica.__init__(self.config, self._url, (), role)  # type: ignore[misc]
