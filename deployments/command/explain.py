@@ -27,7 +27,7 @@ examples:
   sluice explain --json | jq '.[].cause'
 
 Each router keeps the last {UNKEPT} requests whose promise was not kept. Of older ones sluice_unkept_requests_total says
-how many there were, and `unkept_because` in the router's log why (docs/guides/operate.md).
+how many there were, and `unkept_because` in the router's log why (docs/guides/explain.md).
 An API key is read from OPENAI_API_KEY."""
 
 PATH = "/sluice/unkept"
