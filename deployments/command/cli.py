@@ -18,6 +18,7 @@ from deployments.command import env as env_command
 from deployments.command import explain as explain_command
 from deployments.command import keys as keys_command
 from deployments.command import status as status_command
+from deployments.command import usage as usage_command
 from deployments.command.args_check import check_args
 from deployments.command.claims import port_number
 from deployments.command.settings import PRESETS, of_one_machine, of_preset, section, sharing_memory, with_defaults
@@ -101,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     batch_command.register(commands)
     status_command.register(commands)
     explain_command.register(commands)
+    usage_command.register(commands)
     register_predictor(commands)
     simulator_commands.register(commands, STYLE)
     return root
