@@ -25,7 +25,7 @@ SMALL = "--num-cpus 2 --object-store-memory 83886080"
 # No systemd raises the limit of open files here.
 FEWER_FILES = f"RAY_SERVE_HAPROXY_MAXCONN={min(1000, connections_within(most_files()))}"
 UNIT, START_TIMEOUT_S = "ray.service", 900.0
-PORT = 8000
+PORT, REDIS_PORT = 8000, 6379
 
 
 def guide(title: str) -> list[str]:
@@ -69,7 +69,9 @@ class Cluster:
     def _start_redis(self) -> None:
         (configuration,) = re.findall(r"^```conf\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
         (self.redis.home / "redis.conf").write_text(configuration)
-        self.redis.run(f"cd /tmp/home; {find_server()} redis.conf --daemonize yes")
+        run = f"ExecStart={find_server()} /tmp/home/redis.conf"
+        self.redis.enable("redis.service", f"[Service]\n{run}\nRestart=always\nRestartSec=1\n")
+        wait_until(lambda: f":{REDIS_PORT} " in self.redis.run("ss -Hltn"), START_TIMEOUT_S, "Redis listens")
 
     def prepare(self, host: Host) -> None:
         """Ray's token, and the file of secrets: what the guide copies."""

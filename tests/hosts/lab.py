@@ -72,7 +72,7 @@ class _Namespaces:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         assert self._outer.stdout is not None
         if (said := self._outer.stdout.readline().strip()) != "up":
@@ -233,9 +233,7 @@ class Host:
         with (self.folder / f"{name}.log").open("ab") as log:
             line = f"exec python -m tests.hosts.service /tmp/home/{name}"
             self._running.append(
-                subprocess.Popen(
-                    self.command(line), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
+                subprocess.Popen(self.command(line), stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0)
             )
 
     def _ip(self, *arguments: str) -> None:
