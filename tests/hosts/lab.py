@@ -165,6 +165,18 @@ class Host:
         with contextlib.suppress(LabError):  # the kernel takes it away with the other end, in its own time
             self._switch.ip("link", "delete", self._port)
 
+    def set_clock(self, ahead_s: int) -> None:
+        """Of what begins here from now on: the time of day alone, for all hosts have one monotonic clock.
+
+        Raises:
+            LabError: libfaketime is not installed.
+        """
+        library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+        if library is None:
+            raise LabError("no libfaketime: apt-get install libfaketime")
+        shifted = {"LD_PRELOAD": str(library), "FAKETIME": f"{ahead_s:+d}s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        self.environment = shifted if ahead_s else {}
+
     def cut(self) -> None:
         """The switch passes nothing more from or to it, and the host sees no loss of a carrier."""
         self._switch.bridge("link", "set", "dev", self._port, "state", "0")
