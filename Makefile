@@ -28,7 +28,7 @@ test-fresh: venv ## make serve and make test on a new Debian 12 and 13; as root,
 	@sh requirements/system.sh test-fresh
 	@$(BIN)/python -m tests.suites fresh
 
-test-hosts: venv ## a cluster of several hosts that lose power, cables and the head; as root, half an hour
+test-hosts: venv ## a cluster of several hosts that lose power, cables and the head; as root, three quarters of an hour
 	@$(BIN)/python -m tests.suites hosts
 
 test-system:

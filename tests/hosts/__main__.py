@@ -1,6 +1,6 @@
 """Streams and new requests while hosts, cables and the head are lost, as a table.
 
-    python -m tests.hosts                       every fault, some twenty minutes
+    python -m tests.hosts                       every fault, some three quarters of an hour
     python -m tests.hosts "cut off for 5 s"     those with this in their names
     python -m tests.hosts --list
 

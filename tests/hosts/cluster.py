@@ -18,14 +18,14 @@ from tests.hosts.lab import Host, LabError, Switch, lab, why_there_is_none
 from tests.waiting import wait_until
 
 GUIDE = ROOT / "docs/guides/several-hosts.md"
-WORKERS = ("worker-1", "worker-2", "worker-3")
-HOSTS = ("head", *WORKERS, "redis", "client")
+FURTHER = "worker-3"  # has no power at first
+HOSTS = ("head", "worker-1", "worker-2", FURTHER, "redis", "client")
 # What the guide does not say: a small machine plays all hosts, each of which would take memory and CPUs as its own.
 SMALL = "--num-cpus 2 --object-store-memory 83886080"
 # No systemd raises the limit of open files here.
 FEWER_FILES = f"RAY_SERVE_HAPROXY_MAXCONN={min(1000, connections_within(most_files()))}"
 UNIT, START_TIMEOUT_S = "ray.service", 900.0
-PORT = 8000
+PORT, REDIS_PORT = 8000, 6379
 
 
 def guide(title: str) -> list[str]:
@@ -49,6 +49,7 @@ class Cluster:
     def __init__(self, switch: Switch) -> None:
         self.switch, self.head, self.redis, self.client = switch, switch["head"], switch["redis"], switch["client"]
         self.workers = [switch["worker-1"], switch["worker-2"]]
+        self.spare: list[Host] = []  # have joined, and run no replica
         self._names = {host.address: host.name for host in switch.hosts.values()}
 
     def start(self) -> None:
@@ -69,7 +70,9 @@ class Cluster:
     def _start_redis(self) -> None:
         (configuration,) = re.findall(r"^```conf\n(.*?)^```", GUIDE.read_text(), re.MULTILINE | re.DOTALL)
         (self.redis.home / "redis.conf").write_text(configuration)
-        self.redis.run(f"cd /tmp/home; {find_server()} redis.conf --daemonize yes")
+        run = f"ExecStart={find_server()} /tmp/home/redis.conf"
+        self.redis.enable("redis.service", f"[Service]\n{run}\nRestart=always\nRestartSec=1\n")
+        wait_until(lambda: f":{REDIS_PORT} " in self.redis.run("ss -Hltn"), START_TIMEOUT_S, "Redis listens")
 
     def prepare(self, host: Host) -> None:
         """Ray's token, and the file of secrets: what the guide copies."""
@@ -81,12 +84,15 @@ class Cluster:
         host.run(f"echo {FEWER_FILES} >> ~/sluice.env")
 
     def join(self, host: Host) -> None:
-        """A further worker, as the others."""
+        """A further worker, as the others; it has no replica until another one is drained."""
         host.boot()
         self.prepare(host)
         host.enable(UNIT, host.run(_unit_of(guide("Ray on every host")[1], SMALL)))
+        self._wait_until_joined(host)
+
+    def _wait_until_joined(self, host: Host) -> None:
         wait_until(lambda: host.name in (self.nodes() or ()), START_TIMEOUT_S, f"{host.name} has joined")
-        self.workers.append(host)
+        self.spare.append(host)
 
     def nodes(self) -> set[str] | None:
         """The hosts that Ray takes for alive; None where the head does not say."""
@@ -144,15 +150,25 @@ class Cluster:
         wait_until(is_idle, 120.0, "no request is left")
 
     def drain(self, host: Host) -> None:
-        """As the guide drains a host: returns once nothing of the application runs there."""
+        """As the guide drains a host onto a spare one: returns once nothing of the application runs there."""
         host.run("; ".join(guide("Take a host out")[:2]))
         self.workers.remove(host)
+        self.workers.append(self.spare.pop())
 
         def is_empty() -> bool:
             states = ("RUNNING", "STARTING", "UPDATING", "STOPPING", "PENDING_MIGRATION")
             return not any(each.host == host.name for state in states for each in self.replicas(state))
 
         wait_until(is_empty, START_TIMEOUT_S, f"{host.name} has no replica")
+
+    def renew(self, host: Host) -> None:
+        """As for a new kernel: drained, stopped and booted; it is a spare host once it has joined again."""
+        self.drain(host)
+        host.stop(UNIT)
+        wait_until(lambda: host.name not in (self.nodes() or {host.name}), START_TIMEOUT_S, f"{host.name} has left")
+        host.power_loss()
+        host.boot()
+        self._wait_until_joined(host)
 
 
 def url(host: Host) -> str:
@@ -195,7 +211,7 @@ def cluster() -> Iterator[Cluster]:
     """Raises AssertionError where no lab can be made here, or no cluster comes up in it."""
     why = why_there_is_none()
     assert why is None, why
-    booted = tuple(name for name in HOSTS if name != "worker-3")
+    booted = tuple(name for name in HOSTS if name != FURTHER)
     with (
         tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp", ignore_cleanup_errors=True) as folder,
         lab(Path(folder), HOSTS, booted) as switch,

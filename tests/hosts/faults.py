@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.hosts.cluster import UNIT, WORKERS, Cluster, Load
+from tests.hosts.cluster import FURTHER, UNIT, Cluster, Load
 from tests.hosts.lab import Host
 from tests.hosts.outcome import Outcome, outcome, texts
 
@@ -22,7 +22,7 @@ class Fault:
     lasts_s: how long it is there.
     asks: the hosts that clients ask.
     after_s: how long clients go on once it is healed.
-    prepares: what is done before there is any load.
+    prepares, undoes: what is done before there is any load, and after it.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Fault:
     asks: Callable[[Cluster], Sequence[Host]] = lambda cluster: (cluster.head,)
     after_s: float = AFTER_S
     prepares: Callable[[Cluster], None] = lambda cluster: None
+    undoes: Callable[[Cluster], None] = lambda cluster: None
 
 
 @dataclass
@@ -60,6 +61,7 @@ def undergo(trial: Trial, fault: Fault) -> Outcome:
         time.sleep(fault.after_s)
     trial.found[fault.name] = load.found
     trial.outcomes[fault.name] = made = outcome(load.found, trial.undisturbed)
+    fault.undoes(cluster)
     cluster.wait_until_whole()
     return made
 
@@ -87,18 +89,31 @@ def one_way(cluster: Cluster) -> Iterator[None]:
     first.unblock(second)
 
 
-def join(cluster: Cluster) -> None:
-    """A further worker, which has no replica until another one is drained."""
-    cluster.join(next(cluster.switch[name] for name in WORKERS if cluster.switch[name] not in cluster.workers))
+def set_clock(cluster: Cluster, ahead_s: int) -> None:
+    host = cluster.workers[0]
+    host.set_clock(ahead_s)
+    host.stop(UNIT)
+    host.start(UNIT)
+    cluster.wait_until_whole()
 
 
 @contextmanager
-def drain(cluster: Cluster) -> Iterator[None]:
-    """One worker is drained onto the one that has joined, and stopped."""
-    host = cluster.workers[0]
-    cluster.drain(host)
-    host.stop(UNIT)
-    host.power_loss()
+def join(cluster: Cluster) -> Iterator[None]:
+    cluster.join(cluster.switch[FURTHER])
+    yield
+
+
+def have_a_spare(cluster: Cluster) -> None:
+    if not cluster.spare:
+        cluster.join(cluster.switch[FURTHER])
+
+
+@contextmanager
+def renew(cluster: Cluster, hosts: int) -> Iterator[None]:
+    """So many workers, one after the other: with room for one more, each is drained onto the one before."""
+    for host in cluster.workers[:hosts]:
+        cluster.renew(host)
+        cluster.wait_until_whole()
     yield
 
 
@@ -120,5 +135,14 @@ FAULTS = (
     Fault("the head cut off for 35 s", lambda c: cut(c.head), 35.0, asks=workers, after_s=LATE_S),
     Fault("power loss of a worker, asked through the head", power_loss, 40.0),
     Fault("power loss of a worker, asked through the other", power_loss, 40.0, asks=other_worker),
-    Fault("a worker drained, another one in its place", drain, prepares=join),
+    Fault(
+        "a worker whose clock is 30 s ahead",
+        lambda c: nullcontext(),
+        30.0,
+        prepares=lambda c: set_clock(c, 30),
+        undoes=lambda c: set_clock(c, 0),
+    ),
+    Fault("a further worker joins", join),
+    Fault("a worker drained, and booted again", lambda c: renew(c, 1), prepares=have_a_spare),
+    Fault("both workers drained and booted again, one after the other", lambda c: renew(c, 2), prepares=have_a_spare),
 )

@@ -21,6 +21,12 @@ NOTHING_ENDS = (
 )
 CUTS = ("a worker cut off for 30 s", "a worker cut off for 60 s")
 LOSSES = ("power loss of a worker, asked through the head", "power loss of a worker, asked through the other")
+PLANNED = (
+    "a worker whose clock is 30 s ahead",
+    "a further worker joins",
+    "a worker drained, and booted again",
+    "both workers drained and booted again, one after the other",
+)
 
 
 def undergone(trial: Trial, fault: Fault) -> Outcome:
@@ -72,8 +78,9 @@ def test_a_head_that_is_away_ends_no_replica_and_no_stream(trial: Trial) -> None
     assert replicas(trial) == before
 
 
-def test_a_worker_is_drained_and_its_successor_serves_without_a_broken_stream(trial: Trial) -> None:
-    made = undergone(trial, BY_NAME["a worker drained, another one in its place"])
+@pytest.mark.parametrize("name", PLANNED)
+def test_nobody_notices_a_wrong_clock_or_that_a_host_joins_or_is_renewed(trial: Trial, name: str) -> None:
+    made = undergone(trial, BY_NAME[name])
     assert made.broken == 0 and not made.answers, made
 
 

@@ -1,5 +1,6 @@
 """The lab itself: hosts are apart, and what is cut is cut in silence."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,14 @@ def test_a_cut_cable_a_blocked_way_and_a_lost_power_are_silent(switch: Switch) -
     two.power_loss()
     assert asked(switch) in (NOTHING, "OSError")  # no route, once nobody has answered for the address
     assert not two.has_power
+
+
+def test_a_host_may_have_another_time_of_day(switch: Switch) -> None:
+    one, asks = switch["one"], "python -c 'import time; time.sleep(0.1); print(int(time.time()))'"
+    one.set_clock(3600)
+    assert 3590 < int(one.run(asks)) - time.time() < 3610
+    one.set_clock(0)
+    assert abs(int(one.run(asks)) - time.time()) < 10
 
 
 def test_a_host_boots_with_its_files_and_its_units(switch: Switch) -> None:

@@ -1,5 +1,5 @@
 """Writes what follows from other files: docs/reference/configuration.md, the application's part of values.schema.json
-configuration, the chart's table of values, its list of what changes live, and the goldens.
+configuration, the chart's table of values, its list of what changes live, its environment of Ray, and the goldens.
 
     python -m tests.k8s.refresh
 
@@ -20,12 +20,14 @@ from deployments.command import config
 from deployments.config import reference
 from deployments.config.application import AppConfig
 from deployments.http.keys import KeyEntry
+from deployments.process.environment import serve_env, several_hosts_env
 from tests.k8s.cases import FILES, golden, values_of
 from tests.k8s.engines import CHART, Helm4, documents, start_helm4
 
 SCHEMA = CHART / "values.schema.json"
 TABLE = CHART / "README.md"
 LIVE_KEYS = CHART / "files/live-keys.json"
+RAY_ENV = CHART / "files/ray-env.json"
 PAGE = CHART.parents[1] / "docs" / "reference" / "configuration.md"
 CHART_SETS = {
     "redis_url",
@@ -168,6 +170,10 @@ def live_keys_text() -> str:
     return json.dumps({"default_class": default_class, "keys": live_keys()}, indent=2) + "\n"
 
 
+def ray_env_text() -> str:
+    return json.dumps(serve_env() | several_hosts_env(), indent=2) + "\n"
+
+
 def golden_text(engine: Helm4, file: Path) -> str:
     manifests = documents(engine.render(values_of(file)))
     return "---\n".join(yaml.safe_dump(manifest, width=120) for manifest in manifests)
@@ -178,6 +184,7 @@ def main() -> None:
     SCHEMA.write_text(schema_text())
     TABLE.write_text(table_text())
     LIVE_KEYS.write_text(live_keys_text())
+    RAY_ENV.write_text(ray_env_text())
     with start_helm4() as engine:
         for file in FILES:
             golden(file).parent.mkdir(exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.process.environment import serve_env
+from deployments.process.environment import serve_env, several_hosts_env
 from tests.k8s.cases import FILES, golden, values_of, with_password
 from tests.k8s.engines import CHART, Engine, Helm3, Helm4, Manifest, documents, ray_service
 from tests.k8s.operator_rules import broken_rules
@@ -49,10 +49,10 @@ def test_the_operators_own_rules_hold(rendered: dict[str, str], file: Path) -> N
 
 
 @every_file
-def test_pods_have_the_environment_of_high_throughput_mode(rendered: dict[str, str], file: Path) -> None:
+def test_pods_have_rays_environment_as_hosts_have_it(rendered: dict[str, str], file: Path) -> None:
     service = ray_service(rendered[file.stem])
     grace_s = str(values_of(file).get("drainSeconds", 3600))
-    wanted = serve_env() | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": grace_s}
+    wanted = serve_env() | several_hosts_env() | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": grace_s}
     for group, template in templates_of(service).items():
         env = {e["name"]: e.get("value") for e in template["spec"]["containers"][0]["env"]}
         assert wanted.items() <= env.items(), group

@@ -1,18 +1,9 @@
-{{/* Ray Serve's high-throughput mode: deployments/process/environment.py, serve_env(). */}}
+{{/* `python -m tests.k8s.refresh` writes files/ray-env.json from deployments/process/environment.py. Streams have drainSeconds. */}}
 {{- define "sluice.env" -}}
-- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
-- {name: RAY_SERVE_THROUGHPUT_OPTIMIZED, value: "1"}
-- {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "0"}
+{{- range $name, $value := .Files.Get "files/ray-env.json" | fromJson }}
+- {name: {{ $name }}, value: {{ ternary ($.Values.drainSeconds | int | toString) $value (eq $name "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") | quote }}}
+{{- end }}
 - {name: RAY_SERVE_HAPROXY_BINARY_PATH, value: /etc/sluice/scripts/haproxy.sh}
-- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ .Values.drainSeconds | int | quote }}}
-- {name: RAY_SERVE_HAPROXY_MAXCONN, value: "25000"}
-- {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: "32768"}
-- {name: RAY_SERVE_PORT_QUARANTINE_S, value: "60"}
-- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "0.5"}
-- {name: RAY_worker_niceness, value: "0"}
-- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- {name: RAY_ROTATION_MAX_BYTES, value: "100000000"}
-- {name: RAY_ROTATION_BACKUP_COUNT, value: "5"}
 {{- if not .Values.auth.rayToken }}
 - {name: RAY_AUTH_MODE, value: disabled}
 {{- end }}
