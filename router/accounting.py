@@ -157,7 +157,6 @@ class Accounting:
                 "request_id": entry.request_id,
                 "slo_class": entry.slo_class,
                 "cause": why,
-                "prompt_tokens": entry.prompt_tokens,
                 "replica": entry.replica_id,
                 "served": came,
             }

@@ -56,6 +56,7 @@ class RouterMetrics:
         self._of_class: dict[str, ClassMetrics] = {}
         self.keys = KeyMetrics(self._namespace, self._labels)
         self._declare_requests()
+        self._declare_promises()
         self._declare_prefixes()
         self._declare_router()
 
@@ -68,6 +69,37 @@ class RouterMetrics:
             "bin",
             "outcome",
         )
+        self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
+        self.longest_wait_s = self._gauge(
+            "waiting_max_seconds", "How long the one has waited for a replica that waits longest now.", "slo_class"
+        )
+        self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
+        self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
+        self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
+        self.prompt_tokens = self._counter(
+            "prompt_tokens",
+            "Prompt tokens of ended requests that a replica was given, those in its cache included.",
+            "slo_class",
+        )
+        self.output_tokens = self._counter("output_tokens", "Tokens generated.", "slo_class")
+        self.predictor_fallbacks = self._counter(
+            "predictor_fallbacks", "Requests classified without a prediction.", "slo_class"
+        )
+        self.shadow_starts = self._counter(
+            "shadow_starts",
+            "In shadow mode: requests started at their turn (same), or while the plan had another first (later).",
+            "slo_class",
+            "plan",
+        )
+        self.recovered = self._counter(
+            "requests_recovered", "Requests moved off a lost replica: queued again, resumed or replayed.", "way"
+        )
+        self.recalled = self._counter(
+            "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
+        )
+
+    def _declare_promises(self) -> None:
+        """What was promised to requests, whether it was kept and why not, and what was predicted of them."""
         self.slo_requests = self._counter(
             "slo_requests",
             "Requests by what was promised: first token, mean time per further token and last token, met or missed. "
@@ -95,43 +127,15 @@ class RouterMetrics:
         self.ttft_error_s = self._counter(
             "ttft_error_seconds", "By how much those missed their prediction, either way.", "slo_class"
         )
-        self.queue_wait_s = self._histogram("queue_wait_seconds", "From arrival to a replica's slot.", _WAIT_BUCKETS_S)
-        self.longest_wait_s = self._gauge(
-            "waiting_max_seconds", "How long the one has waited for a replica that waits longest now.", "slo_class"
-        )
-        self.ttft_s = self._histogram("ttft_seconds", "From arrival to the first token.", _WAIT_BUCKETS_S)
         self.retry_error_s = self._histogram(
             "retry_after_error_seconds",
             "By how much later than told there was room for requests refused as late; below 0 it came sooner.",
             _ERROR_BUCKETS_S,
         )
-        self.itl_s = self._histogram("itl_seconds", "Gaps between successive tokens of a request.", _ITL_BUCKETS_S)
         self.promise_gap_s = self._histogram(
             "promise_gap_seconds",
             "Mean time per token after the first, by request, of whole answers that were promised one.",
             _ITL_BUCKETS_S,
-        )
-        self.e2e_s = self._histogram("e2e_seconds", "From arrival to the last token.", _WAIT_BUCKETS_S)
-        self.prompt_tokens = self._counter(
-            "prompt_tokens",
-            "Prompt tokens of ended requests that a replica was given, those in its cache included.",
-            "slo_class",
-        )
-        self.output_tokens = self._counter("output_tokens", "Tokens generated.", "slo_class")
-        self.predictor_fallbacks = self._counter(
-            "predictor_fallbacks", "Requests classified without a prediction.", "slo_class"
-        )
-        self.shadow_starts = self._counter(
-            "shadow_starts",
-            "In shadow mode: requests started at their turn (same), or while the plan had another first (later).",
-            "slo_class",
-            "plan",
-        )
-        self.recovered = self._counter(
-            "requests_recovered", "Requests moved off a lost replica: queued again, resumed or replayed.", "way"
-        )
-        self.recalled = self._counter(
-            "requests_recalled", "Running requests that gave their slots to more urgent ones.", "slo_class"
         )
 
     def _declare_prefixes(self) -> None:

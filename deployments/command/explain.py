@@ -61,7 +61,6 @@ class Unkept(msgspec.Struct, frozen=True):
     slo_class: str
     cause: Cause
     served: Served
-    prompt_tokens: int = 0
     replica: str | None = None
 
 

@@ -3,6 +3,7 @@
 A request is queued with a prediction: so long until its turn, so long until it is read. What came is held beside that,
 and the part that took longest beyond its prediction is the cause. What would have helped is reckoned by the rules that
 serve: work waits for all replicas of a class together, so one more makes the wait shorter by its share.
+No paper of the five treats it.
 """
 
 from collections.abc import Mapping
@@ -131,8 +132,10 @@ def cause(served: Served) -> Cause | None:
 
 def _late_cause(served: Served) -> Cause:
     """Of a first token that came and was late."""
-    expected, due_s = served.foreseen or Foreseen(0.0, 0.0), served.promise.ttft_s
-    if due_s is not None and served.preparing_s + expected.first_token_s > due_s > served.preparing_s:
+    expected, left_s = served.foreseen or Foreseen(0.0, 0.0), served.promise.left(served.preparing_s).ttft_s or 0.0
+    if left_s <= 0.0:
+        return Cause.PREPARING
+    if expected.first_token_s > left_s:
         return Cause.FORESEEN
     beyond = {
         Cause.PREPARING: served.preparing_s,

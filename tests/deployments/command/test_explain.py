@@ -39,7 +39,7 @@ class Application:
 
     def ended(self, request_id: str, cause: Cause, served: Served, ago_s: float = 10.0) -> None:
         each = {"at": time.time() - ago_s, "request_id": request_id, "slo_class": "interactive", "cause": cause}
-        self.unkept.append(msgspec.to_builtins({**each, "served": served, "prompt_tokens": 7, "replica": "r1"}))
+        self.unkept.append(msgspec.to_builtins({**each, "served": served, "replica": "r1"}))
 
     def answer(self, asked: Asked) -> tuple[int, bytes]:
         if asked.path == "/sluice/unkept":

@@ -40,6 +40,7 @@ def test_a_promise_that_was_kept_has_no_cause() -> None:
         (replace(KEPT, reading_s=2.5), Cause.READING),
         (replace(KEPT, preparing_s=2.5), Cause.PREPARING),
         (replace(LATE, foreseen=Foreseen(wait_s=2.2, reading_s=0.5)), Cause.FORESEEN),
+        (replace(LATE, preparing_s=2.0, foreseen=Foreseen(wait_s=2.2, reading_s=0.5)), Cause.PREPARING),
         (replace(LATE, foreseen=None), Cause.QUEUE),
         (replace(KEPT, gap_s=0.2), Cause.PACE),
         (replace(KEPT, whole_s=31.0), Cause.PACE),
