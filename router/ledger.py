@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 from policies.errors import IllegalMoveError, InputError
-from policies.router.explanation import Foreseen
+from policies.router.admission import Foreseen
 from policies.router.tickets import Ticket
 from policies.router.tiers import NOTHING, Load
 from predictor.learned import Foresight

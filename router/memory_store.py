@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 
-from policies.router.admission import NO_LIMITS, Allowances, Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Allowances, Foreseen, Limits, Quota, Refusal, Settlement
 from policies.router.dispatcher import Dispatcher
 from policies.router.ledger import Replica
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket
@@ -41,25 +41,25 @@ class MemoryStateStore:
         had = self.dispatcher.forget(ticket.request_id)
         if had is not None and had.router_id == ticket.router_id:
             limits = NO_LIMITS
-        if isinstance(wait_s := self._admit(ticket, limits), Refusal):
+        if isinstance(foreseen := self._admit(ticket, limits), Refusal):
             if had is not None:  # a place, which is another's now
                 self._dispatch()
-            return wait_s
+            return foreseen
         self.dispatcher.queue(ticket, self._now())
-        return Queued(self._dispatch(ticket.router_id), wait_s)
+        return Queued(self._dispatch(ticket.router_id), foreseen)
 
     async def admit(self, ticket: Ticket, limits: Limits) -> Refusal | None:
         admitted = self._admit(ticket, limits)
         return admitted if isinstance(admitted, Refusal) else None
 
-    def _admit(self, ticket: Ticket, limits: Limits) -> float | Refusal:
-        """For which it waits by prediction; that spends the quotas."""
+    def _admit(self, ticket: Ticket, limits: Limits) -> Foreseen | Refusal:
+        """What is predicted of it; that spends the quotas."""
         spent = self._allowances.allow(limits.quotas, self._now())
         if isinstance(spent, Refusal):
             return spent
-        if not isinstance(wait_s := self.dispatcher.wait_s(ticket, limits), Refusal):
+        if not isinstance(foreseen := self.dispatcher.foreseen(ticket, limits, self._now()), Refusal):
             self._allowances.spend(spent)
-        return wait_s
+        return foreseen
 
     async def charge(self, quotas: Sequence[Quota]) -> Refusal | None:
         spent = self._allowances.allow(quotas, self._now())
@@ -141,7 +141,15 @@ class MemoryStateStore:
     ) -> None:
         self._infos[info.replica_id] = info
         self._dead_s[info.replica_id] = self._now() + info.silence_s
-        self.dispatcher.register(info.replica_id, info.terms, slots, self._now(), slowness=slowness, running=running)
+        self.dispatcher.register(
+            info.replica_id,
+            info.terms,
+            slots,
+            self._now(),
+            slowness=slowness,
+            running=running,
+            start_s=info.start_s,
+        )
         self._dispatch()
 
     async def beat_replica(
@@ -240,6 +248,9 @@ class MemoryStateStore:
             owed=dict(tally.owed),
             batches=dict(tally.batches),
             served_s=dict(Counter(self.dispatcher.turns.served_s).most_common(MOST_SERVED_SHOWN)),
+            starts=tally.starts,
+            start_s=self.dispatcher.starts.took_s,
+            asked=self.dispatcher.starts.since_s is not None,
         )
 
     def _tell(self, router_id: str, notice: list[Notice]) -> None:

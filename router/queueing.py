@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from policies.errors import ReplicaLostError, StateStoreError
 from policies.live import Live
-from policies.router.admission import NO_LIMITS, Limits, Refusal, predicted_wait_of
+from policies.router.admission import NO_LIMITS, Foreseen, Limits, Refusal
 from policies.router.order import Band, banded
 from policies.router.tickets import Assignment
 from router.accounting import Accounting
@@ -17,7 +17,6 @@ from router.clock import Clock, SharedClock
 from router.connections import Connections
 from router.ledger import Entry, Ledger, Preparation, State
 from router.local_capacity import LocalCapacity
-from router.prediction import foreseen
 from router.prompt_caches import PromptCaches
 from router.state_store import Queued, Snapshot, StateStore
 from router.terms import RouterTerms
@@ -96,7 +95,7 @@ class Queueing(Generic[RequestT]):
             entry.preparation = None
             return await self.enqueue(entry, replace(limits, quotas=()))
         if refusal is not None:
-            self._foresee(entry, predicted_wait_of(refusal, limits))
+            self._foresee(entry, refusal.foreseen)
         else:
             self._accounting.charged(entry, limits.quotas)
             if not entry.has_ended:
@@ -129,22 +128,18 @@ class Queueing(Generic[RequestT]):
         finally:
             if entry.state is State.QUEUEING:  # else a notice was faster, or it was cancelled
                 entry.move(State.WAITING)
+        self._foresee(entry, result.foreseen)
         if isinstance(result, Refusal):
-            self._foresee(entry, predicted_wait_of(result, limits))
             return result
-        started = {each.request_id: each.replica_id for each in result.assignments}
-        self._foresee(entry, result.wait_s, started.get(entry.request_id))
         for assignment in result.assignments:
             self._place(assignment)
         return None
 
-    def _foresee(self, entry: Entry[RequestT], wait_s: float, replica_id: str | None = None) -> None:
+    def _foresee(self, entry: Entry[RequestT], foreseen: Foreseen | None) -> None:
         """The first time counts."""
-        if entry.foreseen is None:
-            infos = (connection.info for connection in self._connections.all_open)
-            serving = {info.replica_id for info in infos if info.takes(entry.slo_class)}
-            loads = {each: load for each, load in self.snapshot.replicas.items() if each in serving}
-            entry.foreseen = foreseen(entry.ticket, wait_s, replica_id, loads)
+        if entry.foreseen is None and foreseen is not None:
+            serving = sum(each.info.takes(entry.slo_class) for each in self._connections.all_open)
+            entry.foreseen = foreseen._replace(replicas=serving)
 
     async def _into_a_store(self, entry: Entry[RequestT], limits: Limits) -> Queued | Refusal:
         """The shared one; while it is away our own, if a replica is connected: then it has less time to answer.

@@ -21,7 +21,7 @@ from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, NoPermissionError, ReadOnlyError, RedisError
 
 from policies.errors import ConfigError, StateStoreAccessError, StateStoreError
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Foreseen, Limits, Quota, Refusal, Settlement
 from policies.router.tickets import Assignment, Notice, Reading, Recall, Ticket, unknown_ticket
 from predictor.learned import Scored
 from router.one_call import OneCall
@@ -181,8 +181,12 @@ def _asked(ticket: Ticket, limits: Limits) -> tuple[str | bytes, ...]:
     return ticket.request_id, packed_ticket(ticket), packed_limits(limits), packed_quotas(limits.quotas)
 
 
-def _refusal(reason: bytes, retry_after_s: bytes) -> Refusal:
-    return Refusal(reason.decode(), float(retry_after_s))
+def _refusal(reason: bytes, retry_after_s: bytes, *foreseen: bytes) -> Refusal:
+    return Refusal(reason.decode(), float(retry_after_s), _foreseen(*foreseen) if foreseen else None)
+
+
+def _foreseen(wait_s: bytes, reading_s: bytes, elsewhere_s: bytes = b"") -> Foreseen:
+    return Foreseen(float(wait_s), float(reading_s), float(elsewhere_s) if elsewhere_s else None)
 
 
 async def guarded(client: "redis.Redis", call: Callable[[], Awaitable[Any]], timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -252,8 +256,8 @@ class RedisStateStore:
         taken, *reply = await self._enqueues.ask(_asked(ticket, limits))
         if not taken:
             return _refusal(*reply)
-        assignments, wait_s = reply
-        return Queued([Assignment(*_strings(pair)) for pair in assignments], float(wait_s))
+        assignments, *foreseen = reply
+        return Queued([Assignment(*_strings(pair)) for pair in assignments], _foreseen(*foreseen))
 
     async def _enqueue_all(self, asked: Sequence[tuple[str | bytes, ...]]) -> Sequence[Any]:
         replies: Sequence[Any] = await self._run("enqueue", "", *chain.from_iterable(asked))
@@ -298,7 +302,7 @@ class RedisStateStore:
         gang = "" if info.gang_max_wait_s is None else repr(info.gang_max_wait_s)
         packed, silence_ms = msgspec.msgpack.encode(info), int(info.silence_s * 1000)
         batches = (gang, repr(info.gang_patience_s), info.rolling_size)
-        fields = (packed, slots, classes, repr(slowness), *batches, silence_ms, _OF_NOBODY)
+        fields = (packed, slots, classes, repr(slowness), *batches, silence_ms, repr(info.start_s), _OF_NOBODY)
         await self._run("register_replica", info.replica_id, *fields, *running)
 
     async def beat_replica(
@@ -395,6 +399,9 @@ class RedisStateStore:
             owed={slo_class: count for slo_class, count in tables["owed"]},
             batches={_bin_and_why(field): count for field, count in tables["batches"]},
             served_s={api_key: seconds for api_key, seconds in tables["served"]},
+            starts=tables["starts"],
+            start_s=tables["start_s"],
+            asked=tables["asked"],
         )
 
     async def notices(self, router_id: str) -> AsyncGenerator[list[Notice], None]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Foreseen, Limits, Quota, Refusal, Settlement
 from policies.router.sessions import Turn
 from policies.router.tickets import Assignment, Notice, Reading, ReplicaTerms, Ticket
 from predictor.learned import Scored
@@ -28,6 +28,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_batch_tokens: most tokens of one engine step.
         classes, gang_max_wait_s, gang_patience_s, rolling_size: as in `ReplicaTerms`.
         silence_s: without a heartbeat for so long it counts as dead.
+        start_s: seconds that its start took.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
         secret: of the wire's handshake. Made by the replica; whatever may read the shared state may connect.
     """
@@ -42,6 +43,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     gang_patience_s: float = 0.0
     rolling_size: int = 1
     silence_s: float = 10.0
+    start_s: float = 0.0
     kv_layout: str = ""
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
@@ -103,10 +105,6 @@ class ReplicaLoad:
     max_unread_tokens: int | None = None
     prompt_token_s: float | None = None
 
-    def reads_s(self, ticket: Ticket, tokens: int) -> float:
-        """Predicted seconds in which it reads so many prompt tokens."""
-        return tokens * ticket.token_s(self.slowness, self.prompt_token_s)
-
     @property
     def is_full(self) -> bool:
         """Whether its unread prompts are at their bound: it may have slots, and takes nothing."""
@@ -130,6 +128,9 @@ class Snapshot:
         owed: starts that requests behind those in time were given for their patience, by class.
         batches: gang batches that went, by bin and why: `full`, or `waited` for as long as they may.
         served_s: predicted seconds of what each API key started, halved once a minute; of those that had most.
+        starts: requests that started, so far.
+        start_s: seconds that the last start of a replica took, with the wait for its place; 0 before one was seen.
+        asked: a request came while no replica was there, and none has come since.
     """
 
     lanes: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -142,10 +143,18 @@ class Snapshot:
     owed: dict[str, int] = field(default_factory=dict)
     batches: dict[tuple[int, str], int] = field(default_factory=dict)
     served_s: dict[str, float] = field(default_factory=dict)
+    starts: int = 0
+    start_s: float = 0.0
+    asked: bool = False
 
     @property
     def waiting(self) -> int:
         return sum(self.lanes.values())
+
+    @property
+    def awaits_a_replica(self) -> bool:
+        """None is there, and one was asked for; or those that are there leave, and requests wait."""
+        return self.asked or (self.waiting > 0 and not any(load.slots for load in self.replicas.values()))
 
 
 class Queued(NamedTuple):
@@ -153,11 +162,11 @@ class Queued(NamedTuple):
 
     Attributes:
         assignments: this router's new ones, often the ticket itself and possibly earlier ones.
-        wait_s: predicted seconds for which it waits, 0 where a replica could start it at once.
+        foreseen: what is predicted of it; the store does not count replicas.
     """
 
     assignments: list[Assignment]
-    wait_s: float = 0.0
+    foreseen: Foreseen = Foreseen(0.0, 0.0)
 
 
 class StateStore(Protocol):

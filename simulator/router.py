@@ -188,7 +188,7 @@ class Router:
             least_reading_s = min((replica.reading_s(ticket) for replica in replicas), default=0.0)
             spare_s = ticket.deadline_s - now_s - least_reading_s
         asked = limits.of(spare_s, has_key=bool(ticket.api_key))
-        return isinstance(self._dispatcher.wait_s(ticket, asked), Refusal)
+        return isinstance(self._dispatcher.foreseen(ticket, asked, now_s), Refusal)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""

@@ -9,7 +9,8 @@ spent takes to come back. What a request will take can only be predicted, so tha
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
@@ -132,16 +133,38 @@ class Spent:
 NO_LIMITS = Limits(max_waiting=1 << 31)
 
 
+class Foreseen(NamedTuple):
+    """What is predicted of a request as it comes.
+
+    Attributes:
+        wait_s: until its turn; 0 where a replica can start it at once.
+        reading_s: from there to its first token, on the replica that starts it, else on the best one.
+        elsewhere_s: the least of the same on another replica that could start it; None without one.
+        replicas: how many serve its class.
+    """
+
+    wait_s: float
+    reading_s: float
+    elsewhere_s: float | None = None
+    replicas: int = 0
+
+    @property
+    def first_token_s(self) -> float:
+        return self.wait_s + self.reading_s
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request may not queue, and when to try again.
 
     Attributes:
         reason: ``max_waiting``, ``late``, ``max_key_share`` or the name of a quota.
+        foreseen: what was predicted of it, which does not tell refusals apart; None by a quota, which asks nothing.
     """
 
     reason: str
     retry_after_s: float
+    foreseen: Foreseen | None = field(default=None, compare=False)
 
 
 def spend(quota: Quota, rested: Spent) -> tuple[Spent, float]:
@@ -215,11 +238,6 @@ def no_room(limits: Limits, queue: Queue) -> Refusal | None:
     if queue.wait_s > limits.max_wait_s:
         return Refusal("late", queue.wait_s - max(0.0, limits.max_wait_s))
     return None
-
-
-def predicted_wait_of(refusal: Refusal, limits: Limits) -> float:
-    """Seconds for which the refused request would have waited, as far as its refusal tells."""
-    return refusal.retry_after_s + max(0.0, limits.max_wait_s if refusal.reason == "late" else 0.0)
 
 
 def predicted_wait_s(

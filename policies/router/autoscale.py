@@ -38,7 +38,7 @@ class ReplicasForWorkConfig:
         min_replicas: never fewer.
 
     Raises:
-        ConfigError: slot_use is not between 0 and 1, max_queue_s not positive, or min_replicas below 1.
+        ConfigError: slot_use is not between 0 and 1, max_queue_s not positive, or min_replicas below 0.
     """
 
     slot_use: float = 0.8
@@ -48,7 +48,7 @@ class ReplicasForWorkConfig:
     def __post_init__(self) -> None:
         require_probability(self, "slot_use")
         require_positive(self, "max_queue_s")
-        require_at_least(1, self, "min_replicas")
+        require_at_least(0, self, "min_replicas")
 
 
 class ReplicasForWork:

@@ -17,13 +17,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from policies.gang.batches import GangConfig, LaneView, next_batch
-from policies.router.admission import Limits, Queue, Refusal, no_room, predicted_wait_s
+from policies.router.admission import Foreseen, Limits, Queue, Refusal, no_room, predicted_wait_s
 from policies.router.lanes import LaneName, Lanes
 from policies.router.late import looked_at, most_saved
 from policies.router.ledger import Ledger, Place, Replica, Tally
 from policies.router.order import BAND_S, Band, is_late, is_owed_a_start
-from policies.router.placement import Placement, soonest_first_token
+from policies.router.placement import Offer, Placement, soonest_first_token
 from policies.router.recall import RecallableView, WaitingView, recalls
+from policies.router.starts import Starts
 from policies.router.tickets import Reading, ReplicaTerms, Ticket, unknown_ticket
 from policies.router.turns import Turns, band_of
 
@@ -57,7 +58,7 @@ class Dispatcher:
     def __init__(self, placement: Placement = soonest_first_token) -> None:
         self.places: dict[str, Place] = {}
         self.lanes, self.ledger = Lanes(), Ledger()
-        self.turns, self.tally = Turns(), Tally()
+        self.turns, self.tally, self.starts = Turns(), Tally(), Starts()
         self._placement = placement
 
     # What changes
@@ -109,8 +110,15 @@ class Dispatcher:
         *,
         slowness: float = 1.0,
         running: Iterable[str] = (),
+        start_s: float = 0.0,
     ) -> None:
-        """A replica joins, or comes back; ``running`` is what it runs already, even if it waits as far as is known."""
+        """A replica joins, or comes back.
+
+        Args:
+            running: what it runs already, even if it waits as far as is known.
+            start_s: how long its start took.
+        """
+        self.starts.came(start_s, now_s)
         replica = self.ledger.replicas.setdefault(replica_id, Replica(replica_id, terms, slots))
         replica.terms, replica.slowness = terms, slowness
         self.ledger.set_slots(replica, slots)
@@ -138,18 +146,30 @@ class Dispatcher:
 
     # What is decided
 
-    def wait_s(self, ticket: Ticket, limits: Limits) -> float | Refusal:
-        """For which a ticket waits by prediction, 0 where it starts at once; why, where it may not."""
-        if self._choose(ticket) is not None:
-            return 0.0
-        lanes, pace = self.lanes, [replica.slowness for replica in self.ledger.serving(ticket.slo_class)]
+    def foreseen(self, ticket: Ticket, limits: Limits, now_s: float) -> Foreseen | Refusal:
+        """What is predicted of a ticket that comes now; why it may not queue, where no replica can start it.
+
+        Also one that may not asks for a replica where none is. One that waits finds as much to be read before it, when
+        its turn comes, as there is now.
+        """
+        if (chosen := self._choose(ticket)) is not None:
+            first_s = {each: offer.first_token_s for each, offer in self._offers(ticket).items()}
+            own_s = first_s.pop(chosen.replica_id)
+            return Foreseen(0.0, own_s, min(first_s.values(), default=None))
+        serving = self.ledger.serving(ticket.slo_class)
+        lanes, pace = self.lanes, [replica.slowness for replica in serving]
         of_key = lanes.of_key[ticket.slo_class, ticket.api_key] if ticket.api_key else 0
         of_key_s = of_key and predicted_wait_s(of_key * lanes.mean_work_s(ticket.slo_class), pace)
-        waiting, wait_s = lanes.waiting[ticket.slo_class], self._predicted_wait_s(ticket)
-        return no_room(limits, Queue(waiting=waiting, wait_s=wait_s, of_key=of_key, of_key_s=of_key_s)) or wait_s
+        waiting, wait_s = lanes.waiting[ticket.slo_class], self._predicted_wait_s(ticket, now_s)
+        refusal = no_room(limits, Queue(waiting=waiting, wait_s=wait_s, of_key=of_key, of_key_s=of_key_s))
+        reading_s = min((replica.offer(ticket).first_token_s for replica in serving), default=0.0)
+        foreseen = Foreseen(wait_s, reading_s)
+        return foreseen if refusal is None else replace(refusal, foreseen=foreseen)
 
-    def _predicted_wait_s(self, ticket: Ticket) -> float:
+    def _predicted_wait_s(self, ticket: Ticket, now_s: float) -> float:
         """Every waiting ticket counts as the mean of its class."""
+        if not self.ledger.replicas:
+            return self.starts.asked(now_s)
         earlier = self.lanes.earlier(ticket.deadline_key)
         ahead_s = {name: count * self.lanes.mean_work_s(name) for name, count in earlier.items()}
         serving = self.ledger.serving(ticket.slo_class)
@@ -268,19 +288,22 @@ class Dispatcher:
         return served_s, ticket.slo_class, ticket.api_key, ticket.deadline_key, ticket.request_id
 
     def _choose(self, ticket: Ticket, *, owed: bool = False) -> Replica | None:
+        offers = self._offers(ticket, owed=owed)
+        chosen = self._placement(ticket, offers) if offers else None
+        return None if chosen is None else self.ledger.replicas[chosen]
+
+    def _offers(self, ticket: Ticket, *, owed: bool = False) -> dict[str, Offer]:
         """A late ticket goes where nothing is to be read, unless a start is owed to it."""
-        replicas = self.ledger.replicas
         offers = {
             replica_id: replica.offer(ticket)
-            for replica_id, replica in replicas.items()
+            for replica_id, replica in self.ledger.replicas.items()
             if replica.takes_singles
             and replica.terms.takes(ticket.slo_class)
             and (owed or _may_start_at(ticket, replica))
         }
         if ticket.avoids:
             offers = {each: offer for each, offer in offers.items() if each not in ticket.avoids} or offers
-        chosen = self._placement(ticket, offers) if offers else None
-        return None if chosen is None else replicas[chosen]
+        return offers
 
     def _start_gangs(self, now_s: float) -> list[Place]:
         """Each idle replica that takes gang batches, the fastest first, takes one if one is formed."""

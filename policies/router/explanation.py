@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from policies.router.admission import Foreseen
 from policies.router.promise import Promise
 
 _MUCH_LONGER = 1.25  # than predicted makes an answer's length the cause of its late end
@@ -45,26 +46,6 @@ class Cause(StrEnum):
     """Its tokens came too far apart: the engine's steps took long."""
     LENGTH = "length"
     """Its answer was longer than was predicted, and its last token was due."""
-
-
-class Foreseen(NamedTuple):
-    """What was predicted of a request as it was queued.
-
-    Attributes:
-        wait_s: until its turn; 0 where it started at once.
-        reading_s: from there to its first token, on the replica that took it at once, else on the best one.
-        elsewhere_s: the least of the same on another replica that had a slot then; None without one.
-        replicas: how many served its class.
-    """
-
-    wait_s: float
-    reading_s: float
-    elsewhere_s: float | None = None
-    replicas: int = 0
-
-    @property
-    def first_token_s(self) -> float:
-        return self.wait_s + self.reading_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

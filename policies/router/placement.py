@@ -65,6 +65,11 @@ class Offer(NamedTuple):
     free_slots: int = 1
     return_chance: float = 0.0
 
+    @property
+    def first_token_s(self) -> float:
+        """Predicted seconds until the request's first token."""
+        return self.ahead_s + self.reading_s + self.step_s
+
 
 Placement = Callable[[Ticket, Mapping[str, Offer]], str | None]
 """Chooses one of the replicas that offer themselves to a ticket, by id; None where none does."""

@@ -14,8 +14,9 @@ if redis.call('SET', P .. ':halved', '', 'NX', 'EX', 60) then -- policies.router
   redis.call('ZREMRANGEBYSCORE', P .. ':served', '-inf', '(0.001')
 end
 redis.call('ZADD', P .. ':routers', now_ms() + tonumber(ARGV[2]), ARGV[1])
-for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'started', 'overtaken', 'starts', 'late', 'owed', 'served', 'batches' }) do
-  redis.call('EXPIRE', P .. ':' .. name, 604800) -- a week
+for _, name in ipairs({ 'lengths', 'lengths_total', 'edges', 'started', 'overtaken', 'starts', 'late', 'owed', 'served',
+  'batches', 'start_s' }) do
+  redis.call('EXPIRE', P .. ':' .. name, WEEK_S)
 end
 local replicas = redis.call('ZRANGEBYSCORE', P .. ':beats', '-inf', now_ms())
 for _, replica in ipairs(replicas) do

@@ -34,6 +34,8 @@
 --   P:started       latest arrival of all tickets that started  P:overtaken longest overtaking seen, seconds
 --   P:starts        tickets that started                        P:late      hash  "<class>:<reason>" -> called late
 --   P:owed          hash  class -> starts that its tickets were owed
+--   P:start_s       seconds that the last start of a replica took
+--   P:asked         since when a replica has been asked for, by a ticket that came while none is there
 --   APPLICATION:spent:<k>  {seconds until it is whole again, as of this time} of quota k, which models share
 --   P:settled:<r>   number of the last settlements that router r has sent
 --   P:settings      hash  configured:name -> setting that was changed, of engines that were configured in this way
@@ -44,6 +46,7 @@
 -- The twin in Python is policies/router/dispatcher.py; a contract test runs both over the same histories.
 
 local P, APPLICATION = KEYS[1], KEYS[2]
+local WEEK_S = 604800
 
 local function now_s()
   local time = redis.call('TIME')
@@ -308,6 +311,21 @@ local function set_slots(replica, slots)
   end
 end
 
+-- policies.router.starts.Starts.came
+local function note_start_of_replica(start_s)
+  local asked = redis.call('GET', P .. ':asked')
+  redis.call('DEL', P .. ':asked')
+  local waited_s = asked and now_s() - tonumber(asked) or 0
+  redis.call('SET', P .. ':start_s', math.floor(math.max(start_s, waited_s)), 'EX', WEEK_S)
+end
+
+-- policies.router.starts.Starts.asked: returns the predicted seconds until one is there.
+local function ask_for_a_replica()
+  redis.call('SET', P .. ':asked', now_s(), 'NX', 'EX', WEEK_S)
+  local since_s, took_s = redis.call('GET', P .. ':asked'), redis.call('GET', P .. ':start_s')
+  return math.max(0, tonumber(took_s or 0) - (now_s() - tonumber(since_s)))
+end
+
 -- A replica lives: each by its own silence, for in a redeploy that of old routers may be shorter than its heartbeat.
 local function note_beat(replica)
   redis.call('ZADD', P .. ':beats', now_ms() + hash_number(':silence', replica), replica)
@@ -379,9 +397,27 @@ local function is_behind(ticket)
   return ticket[LATE_KEY] and math.floor(ticket[DEADLINE_KEY] / BAND_S) == LATE
 end
 
--- Of the replicas with credit that serve the ticket's class, with one call for each table: {replica, its work with
--- the ticket, seconds for the prompts ahead, seconds for its own, seconds of a step, how many prompts it has to read, the
--- chance that what it gives up would be wanted again} ...
+-- The tables of replicas that say how long each takes to read, with one call for each.
+local function tables_of(ids)
+  local read = {}
+  for _, name in ipairs({ 'serves', 'slowness', 'unread', 'reading' }) do
+    read[name] = redis.call('HMGET', P .. ':' .. name, unpack(ids))
+  end
+  return read
+end
+
+-- What the replica of this number has to read before the ticket and for it, in tokens; the most of them that it takes;
+-- its seconds for one of them, and for a predicted one; the chance that what it gives up would be wanted again.
+local function to_read(ticket, left, id, tables, i)
+  local known, most, token_s, returns = reading_in(tables.reading[i])
+  local ahead, slowness = math.max(0, (tables.unread[i] or 0) - known), tonumber(tables.slowness[i] or 1)
+  local pace = token_s or ticket[PROMPT_TOKEN_S] * slowness
+  return ahead, left[id] or ticket[UNREAD_TOKENS], most, pace, slowness, returns
+end
+
+-- Of the replicas with credit that serve the ticket's class: {replica, its work with the ticket, seconds for the prompts
+-- ahead, seconds for its own, seconds of a step, how many prompts it has to read, the chance that what it gives up would
+-- be wanted again, seconds until the first token} ...
 -- A late ticket goes where nothing is to be read, unless a start is owed to it: it would stand in the way of others.
 local function offers_to(ticket, owed)
   local free, offers = redis.call('ZRANGE', P .. ':free', 0, -1, 'WITHSCORES'), {}
@@ -392,19 +428,16 @@ local function offers_to(ticket, owed)
   for i = 1, #free, 2 do
     ids[#ids + 1] = free[i]
   end
-  local classes, slownesses = redis.call('HMGET', P .. ':serves', unpack(ids)), redis.call('HMGET', P .. ':slowness', unpack(ids))
-  local unreads, readings = redis.call('HMGET', P .. ':unread', unpack(ids)), redis.call('HMGET', P .. ':reading', unpack(ids))
-  local prompts = redis.call('HMGET', P .. ':prompts', unpack(ids))
+  local tables, prompts = tables_of(ids), redis.call('HMGET', P .. ':prompts', unpack(ids))
   local late = not owed and is_behind(ticket)
   local left, least_unread = unread_of(ticket)
   for i, id in ipairs(ids) do
-    local known, most, token_s, returns = reading_in(readings[i])
-    local ahead, slowness = math.max(0, (unreads[i] or 0) - known), tonumber(slownesses[i] or 1)
-    if is_for(classes[i] or '', ticket[SLO_CLASS]) and not (late and most and ahead > 0) then
-      local unread, pace = left[id] or ticket[UNREAD_TOKENS], token_s or ticket[PROMPT_TOKEN_S] * slowness
+    local ahead, unread, most, pace, slowness, returns = to_read(ticket, left, id, tables, i)
+    if is_for(tables.serves[i] or '', ticket[SLO_CLASS]) and not (late and most and ahead > 0) then
       local work = free[2 * i] + work_at_s(ticket, unread, least_unread) * slowness
-      local others = tonumber(prompts[i] or 0)
-      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, ticket[STEP_S] * slowness, others, returns }
+      local others, step = tonumber(prompts[i] or 0), ticket[STEP_S] * slowness
+      local first = ahead * pace + unread * pace + step
+      offers[#offers + 1] = { id, work, ahead * pace, unread * pace, step, others, returns, first }
     end
   end
   return offers
@@ -438,7 +471,7 @@ local function least_price_s(offers)
 end
 
 -- policies.router.placement.soonest, or nil when there is no offer: the least price; of those less than a step dearer the
--- least work, then the price, then the id.
+-- least work, then the price, then the id. Returns all offers besides.
 local function choose(ticket, owed)
   local offers = within_reach(ticket, offers_to(ticket, owed))
   local least_s = least_price_s(offers)
@@ -451,7 +484,7 @@ local function choose(ticket, owed)
       end
     end
   end
-  return best and best[1]
+  return best and best[1], offers
 end
 
 -- How long before this ticket the latest arrival came that started before it: what overtook it did so by no more.

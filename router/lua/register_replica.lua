@@ -1,6 +1,6 @@
 -- ARGV: replica, info, slots, classes it is reserved for ("" for all, else ",a,b,"), slowness, max_wait_s of its gang
--- batches ("" for single requests), their patience_s, size of rolling batches, silence_ms, a ticket of nobody, id ... of
--- what it runs
+-- batches ("" for single requests), their patience_s, size of rolling batches, silence_ms, seconds that its start took,
+-- a ticket of nobody, id ... of what it runs
 -- A replica joins, or comes back after the tables were lost, or after it was out of their reach.
 local replica = ARGV[1]
 redis.call('HSET', P .. ':replicas', replica, ARGV[2])
@@ -21,10 +21,11 @@ if ARGV[6] ~= '' or ARGV[8] == '1' then
 end
 set_slots(replica, ARGV[3])
 offer(replica)
-for i = 11, #ARGV do
+note_start_of_replica(tonumber(ARGV[10]))
+for i = 12, #ARGV do
   local ticket = load_ticket(ARGV[i])
   if not ticket then
-    put_on(ARGV[i], cmsgpack.unpack(ARGV[10]), replica)
+    put_on(ARGV[i], cmsgpack.unpack(ARGV[11]), replica)
   elseif ticket[REPLICA_ID] == '' then -- its router went on alone meanwhile
     take_from_lane(ARGV[i], ticket)
     put_on(ARGV[i], ticket, replica)

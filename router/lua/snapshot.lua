@@ -37,5 +37,8 @@ return cjson.encode({
   late = pairs_of(redis.call('HGETALL', P .. ':late')),
   owed = pairs_of(redis.call('HGETALL', P .. ':owed')),
   batches = pairs_of(redis.call('HGETALL', P .. ':batches')),
+  asked = redis.call('EXISTS', P .. ':asked') == 1,
+  starts = tonumber(redis.call('GET', P .. ':starts') or '0'),
+  start_s = tonumber(redis.call('GET', P .. ':start_s') or '0'),
   served = pairs_of(redis.call('ZREVRANGE', P .. ':served', 0, 49, 'WITHSCORES')),
 })

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 import redis.asyncio as redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.serving.embedded_redis import carried_server
-from policies.router.admission import NO_LIMITS, Limits, Quota, Refusal, Settlement
+from policies.router.admission import NO_LIMITS, Foreseen, Limits, Quota, Refusal, Settlement
 from policies.router.late import NEWEST, OLDEST
 from policies.router.order import BAND_S, STARTS_FOR_THE_PATIENT, Band, banded
 from policies.router.sessions import Task, Turn
@@ -439,6 +440,87 @@ async def test_a_wait_after_which_it_would_be_late_is_refused_with_the_time_to_c
     assert isinstance(await started(store, ticket("at once"), too_late), list)
 
 
+async def test_a_first_token_is_predicted_by_what_the_replica_has_to_read(store: StateStore) -> None:
+    """Each prompt that was given counts from that moment on, also one of which no heartbeat has told."""
+    await store.register_replica(info("near"), 2, slowness=2.0)
+    await store.register_replica(info("far"), 2)
+    await store.beat_replica("far", 2, FOR_EVER_S, reading=Reading(prompt_token_s=0.5))
+    hit = {"unread_tokens": 100, "prefixes": (("near", 60),), "prompt_token_s": 0.125, "step_s": 1.0}
+    first = await store.enqueue(ticket("first", **hit))
+    assert first == Queued([Assignment("first", "near")], Foreseen(0.0, 40 * 0.25 + 2.0, 100 * 0.5 + 1.0))
+    second = await store.enqueue(ticket("second", **hit))
+    assert second == Queued([Assignment("second", "near")], Foreseen(0.0, 80 * 0.25 + 2.0, 100 * 0.5 + 1.0))
+    third = await store.enqueue(ticket("third", **hit))
+    assert third == Queued([Assignment("third", "far")], Foreseen(0.0, 100 * 0.5 + 1.0))
+    await store.enqueue(ticket("fourth", **hit))
+
+
+async def test_what_waits_finds_as_much_to_read_before_it_as_there_is_now(store: StateStore) -> None:
+    await store.register_replica(info("r"), 9)
+    await store.register_replica(info("other", classes=("others",)), 9)
+    await store.beat_replica("r", 9, FOR_EVER_S, reading=Reading(max_unread_tokens=1))
+    prompt = {"unread_tokens": 100, "prompt_token_s": 0.25, "step_s": 1.0, "work_s": 8.0}
+    await store.enqueue(ticket("reads", **prompt))
+    assert await store.enqueue(ticket("x", **prompt)) == Queued([], Foreseen(0.0, 200 * 0.25 + 1.0))
+    assert await store.enqueue(ticket("y", **prompt)) == Queued([], Foreseen(8.0, 200 * 0.25 + 1.0))
+    refusal = await store.enqueue(ticket("z", **prompt), Limits(max_waiting=100, max_wait_s=3.0))
+    assert isinstance(refusal, Refusal)
+    assert refusal.foreseen == Foreseen(16.0, 200 * 0.25 + 1.0)
+    spent = await store.admit(ticket("z", **prompt), Limits(max_waiting=2))
+    assert spent is not None and spent.foreseen == Foreseen(16.0, 200 * 0.25 + 1.0)
+
+
+async def test_while_no_replica_is_there_what_is_left_of_a_start_is_predicted(store: StateStore) -> None:
+    assert await store.enqueue(ticket("before any start")) == Queued([])
+    await store.register_replica(replace_start(info("r"), 40.0), 0)
+    assert (await store.snapshot()).start_s == 40.0
+    await store.cancel(["before any start"])
+    await store.drop_replica("r")
+    first = await store.enqueue(ticket("x", work_s=9.0))
+    assert isinstance(first, Queued) and 30.0 < first.foreseen.wait_s <= 40.0
+    await asyncio.sleep(0.01)
+    then = await store.enqueue(ticket("y"))
+    assert isinstance(then, Queued) and 10.0 < then.foreseen.wait_s < 40.0
+    refusal = await store.enqueue(ticket("z"), Limits(max_waiting=9, max_wait_s=3.0))
+    assert isinstance(refusal, Refusal) and refusal.reason == "late"
+    assert 10.0 < refusal.retry_after_s < 37.0
+    assert (await store.snapshot()).awaits_a_replica
+    await store.register_replica(replace_start(info("r"), 20.0), 9)
+    snapshot = await store.snapshot()
+    assert (snapshot.start_s, snapshot.awaits_a_replica) == (20.0, False)
+
+
+async def test_also_what_is_turned_away_asks_for_a_replica(store: StateStore) -> None:
+    """Else a class that refuses what would be late would be refused for ever."""
+    await store.register_replica(replace_start(info("r"), 40.0), 9)
+    await store.drop_replica("r")
+    assert not (await store.snapshot()).awaits_a_replica
+    assert isinstance(await store.admit(ticket("x"), Limits(max_waiting=9, max_wait_s=3.0)), Refusal)
+    snapshot = await store.snapshot()
+    assert (snapshot.awaits_a_replica, snapshot.waiting) == (True, 0)
+
+
+async def test_what_waits_for_replicas_that_leave_asks_for_another(store: StateStore) -> None:
+    await store.register_replica(info("r"), 1)
+    await store.enqueue(ticket("runs"))
+    await store.enqueue(ticket("waits"))
+    assert not (await store.snapshot()).awaits_a_replica
+    await store.beat_replica("r", 0, FOR_EVER_S)
+    assert (await store.snapshot()).awaits_a_replica
+
+
+def replace_start(told: ReplicaInfo, start_s: float) -> ReplicaInfo:
+    return msgspec.structs.replace(told, start_s=start_s)
+
+
+async def test_where_no_replica_serves_it_nothing_is_predicted(store: StateStore) -> None:
+    assert await store.enqueue(ticket("x", unread_tokens=100, prompt_token_s=1.0)) == Queued([])
+    limits = Limits(max_waiting=9, quotas=(quota(9, "k"),))
+    await store.charge(limits.quotas)
+    refusal = await store.enqueue(ticket("y"), limits)
+    assert isinstance(refusal, Refusal) and (refusal.reason, refusal.foreseen) == ("k", None)
+
+
 async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_run_there(store: StateStore) -> None:
     await store.register_replica(info("shared"), 0)
     await store.register_replica(info("own", classes=("urgent",)), 0)
@@ -448,7 +530,7 @@ async def test_a_class_with_a_replica_of_its_own_waits_for_no_work_that_cannot_r
     for n in range(2):
         assert await started(store, ticket(f"u{n}", key=1.0, work_s=2.0, slo_class="urgent"), limits) == []
     late = ticket("late", key=1.0, slo_class="urgent")
-    assert await store.enqueue(late, replace(limits, max_wait_s=4.0)) == Queued([], 4.0)
+    assert await store.enqueue(late, replace(limits, max_wait_s=4.0)) == Queued([], Foreseen(4.0, 0.0))
     await store.cancel(["late"])
     assert await started(store, late, limits) == Refusal("late", 1.0)  # 4 s of its own class
     assert await started(store, ticket("y", key=1.0), limits) == Refusal("late", 81.0)  # 84 s at the shared one
@@ -1404,12 +1486,16 @@ async def take(store: StateStore, step: Step) -> Any:
     result = await getattr(store, name)(*arguments)
     if isinstance(result, Refusal):
         is_quota = result.reason in QUOTAS  # by two clocks
-        return result.reason, None if is_quota else round(result.retry_after_s, 6)
+        return result.reason, None if is_quota else round(result.retry_after_s, 6), rounded(result.foreseen)
     if isinstance(result, Queued):
-        return [result.assignments, f"{result.wait_s:.9g}"]
+        return [result.assignments, rounded(result.foreseen)]
     if name == "beat_replica":
         return None if result is None else sorted(result)
     return tuple(map(sorted, result)) if name == "beat_router" else result
+
+
+def rounded(foreseen: Foreseen | None) -> list[str] | None:
+    return None if foreseen is None else [f"{each or 0.0:.9g}" for each in foreseen]
 
 
 @dataclass

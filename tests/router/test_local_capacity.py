@@ -1,6 +1,6 @@
 """What is special about gang replicas while the shared state is away; the rest stands in test_routed_client.py."""
 
-from policies.router.admission import NO_LIMITS
+from policies.router.admission import NO_LIMITS, Foreseen
 from policies.router.tickets import Assignment, Ticket
 from router.local_capacity import LocalCapacity
 from router.state_store import Queued, ReplicaInfo, ReplicaLoad, Snapshot
@@ -19,7 +19,7 @@ async def test_a_gang_replica_goes_on_taking_whole_batches_and_what_has_waited_l
     assert await local.due("a") == []
     assert await local.enqueue(ticket("x"), NO_LIMITS) == Queued([])
     started = [Assignment("x", "r"), Assignment("y", "r")]  # half of 4
-    assert await local.enqueue(ticket("y"), NO_LIMITS) == Queued(started, 1.0)
+    assert await local.enqueue(ticket("y"), NO_LIMITS) == Queued(started, Foreseen(1.0, 0.0))
     assert await local.enqueue(ticket("z"), NO_LIMITS) == Queued([])
     assert await local.ended("x", "a") == []
     assert await local.ended("y", "a") == []  # idle, but one is no batch yet

@@ -3,46 +3,10 @@
 import pytest
 
 from policies.errors import AdmissionError
-from policies.router.explanation import Foreseen
 from policies.router.promise import Promise
-from policies.router.tickets import Ticket
-from router.prediction import foreseen
 from router.recent import latest
-from router.state_store import ReplicaLoad
 from tests.router.service import Service, request
 from tests.waiting import until, until_async
-
-TICKET = Ticket(
-    request_id="x",
-    bin_index=0,
-    deadline_key=0.0,
-    work_s=1.0,
-    router_id="a",
-    unread_tokens=100,
-    prefixes=(("near", 60),),
-    prompt_token_s=0.01,
-    step_s=0.1,
-)
-LOADS = {
-    "near": ReplicaLoad(slots=4, running=4, outstanding_s=9.0, slowness=2.0, unread_tokens=50),
-    "far": ReplicaLoad(slots=4, running=1, outstanding_s=9.0, unread_tokens=10, prompt_token_s=0.02),
-}
-
-
-@pytest.mark.parametrize(
-    ("replica_id", "loads", "expected"),
-    [
-        ("near", LOADS, Foreseen(0.0, 0.1 + 0.02 * (40 + 50), 0.1 + 0.02 * 110, 2)),  # its own word, or by slowness
-        ("far", LOADS, Foreseen(0.0, 0.1 + 0.02 * (100 + 10), None, 2)),
-        (None, LOADS, Foreseen(3.0, 0.1 + 0.02 * 40, 0.1 + 0.02 * 110, 2)),  # by its turn what is ahead has been read
-        ("new", {}, Foreseen(0.0, 0.0, None, 0)),
-    ],
-)
-def test_the_first_token_is_predicted_by_what_replicas_said(
-    replica_id: str | None, loads: dict[str, ReplicaLoad], expected: Foreseen
-) -> None:
-    found = foreseen(TICKET, expected.wait_s, replica_id, loads)
-    assert found == Foreseen(*(each if each is None else pytest.approx(each) for each in expected))
 
 
 @pytest.mark.timeout(120)

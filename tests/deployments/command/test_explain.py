@@ -10,7 +10,8 @@ import pytest
 
 from deployments.command import cli
 from deployments.command.explain import WORDS
-from policies.router.explanation import Cause, Foreseen, Served
+from policies.router.admission import Foreseen
+from policies.router.explanation import Cause, Served
 from policies.router.promise import Promise
 from tests.http_server import Asked, answering
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from policies.router.admission import Limits, Refusal, predicted_wait_of
-from policies.router.explanation import Cause, Foreseen, Remedies, Served, cause, refusal_cause, remedies
+from policies.router.admission import Foreseen
+from policies.router.explanation import Cause, Remedies, Served, cause, refusal_cause, remedies
 from policies.router.promise import Promise
 
 PROMISE = Promise(ttft_s=2.0, tpot_s=0.1, e2e_s=30.0)
@@ -60,13 +60,6 @@ def test_a_lost_replica_is_no_matter_where_the_promise_was_kept_all_the_same() -
 def test_quotas_are_told_by_their_own_names() -> None:
     told = [refusal_cause(reason) for reason in ("late", "max_waiting", "max_key_share", "tokens_per_minute of k")]
     assert told == [Cause.LATE, Cause.FULL, Cause.KEY_SHARE, Cause.QUOTA]
-
-
-def test_a_refusal_tells_for_how_long_it_would_have_waited() -> None:
-    limits = Limits(max_waiting=9, max_wait_s=3.0)
-    assert predicted_wait_of(Refusal("late", 2.0), limits) == 5.0
-    assert predicted_wait_of(Refusal("late", 2.0), replace(limits, max_wait_s=-1.0)) == 2.0
-    assert predicted_wait_of(Refusal("max_waiting", 7.0), limits) == 7.0
 
 
 # It waited 2.5 s for two replicas: three would have had it wait for 5/3 s.
