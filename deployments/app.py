@@ -75,9 +75,11 @@ def application(config: AppConfig) -> Application:
     if redis_url is None:
         _refuse_several_nodes()
     engines = [
-        _engine_deployment(each, number, group).bind(group.of(each), redis_url, group.classes, group.role)
+        [
+            _engine_deployment(each, number, group).bind(group.of(each), redis_url, group.classes, group.role)
+            for group in _groups(each)
+        ]
         for number, each in enumerate(config.each_model())
-        for group in _groups(each)
     ]
     logs = config.logs.settings()
     own = config.predictor.own_replicas(config.promises().values())

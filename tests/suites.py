@@ -130,10 +130,10 @@ SUITES = (
     ),
     Suite(
         "models",
-        "several models in one application: keys, credit, autoscaling, gangs",
-        ("tests/integration/several_models",),
+        "several models in one application: keys, credit, autoscaling, gangs; one from zero",
+        ("tests/integration/several_models", "tests/integration/test_from_zero.py"),
         (*SERVING, "policies/router/", "policies/gang/"),
-        6.0,
+        7.0,
     ),
     Suite(
         "servers",

@@ -163,6 +163,8 @@ def replica_rows(status: Mapping[str, Any]) -> Iterator[Row]:
         for group, pool in (("", each), ("prefill ", each.get("prefill") or {"replicas": {}})):
             for replica_id, load in pool["replicas"].items():
                 yield (replica_id, f"{group}{each['model']}", *_of_replica(load))
+        if why := each.get("without_replicas"):
+            yield (NONE, each["model"], *[NONE] * 7, why)
 
 
 def _of_replica(load: Mapping[str, Any]) -> Row:

@@ -27,7 +27,7 @@ from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
 from deployments.config.router import RouterSection
-from deployments.config.scaling import least_replicas
+from deployments.config.scaling import least_replicas, may_be_none
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.config.section import LiveKey
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
@@ -124,6 +124,19 @@ class AppConfig(ModelSection):
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
         if own and any(section.engine.autoscaling for section in self._models):
             raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_one_where_one_is_needed(self) -> "AppConfig":
+        for section in self._models:
+            engine = section.engine
+            if engine.prefill is None:
+                continue
+            if may_be_none(engine) or may_be_none(engine.prefill):
+                raise ValueError(
+                    "autoscaling.min_replicas: 0 does not go with engine.prefill: a prompt that was read would wait "
+                    "for a replica that starts"
+                )
         return self
 
     @model_validator(mode="after")

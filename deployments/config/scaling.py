@@ -29,6 +29,11 @@ class ScalingSection(Section):
 class AutoscalingSection(ScalingSection):
     """Shared engine replicas follow the predicted work."""
 
+    min_replicas: int = Field(default=1, ge=0)
+    """The least replicas. With 0 the last one ends where no request comes, and one starts when a request comes, which
+    waits for it; one starts with the application too."""
+    downscale_to_zero_delay_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
+    """With `min_replicas: 0`: how long no request must come before the last replica ends."""
     slot_use: float = Field(default=0.8, gt=0, lt=1)
     """The fraction of all slots that should be in use."""
     max_queue_s: Seconds = 5.0
@@ -56,5 +61,10 @@ class Scaled(Protocol):
 
 
 def least_replicas(group: Scaled) -> int:
-    """How many there are at the start, and of a group that is scaled at any time."""
-    return group.autoscaling.min_replicas if group.autoscaling else group.replicas
+    """How many there are at the start, and at any later time but while a group that is scaled has none."""
+    return max(1, group.autoscaling.min_replicas) if group.autoscaling else group.replicas
+
+
+def may_be_none(group: Scaled) -> bool:
+    """Whether its last replica ends where no request comes."""
+    return group.autoscaling is not None and group.autoscaling.min_replicas == 0

@@ -39,9 +39,27 @@ def fleet_stats(snapshot: Snapshot) -> Stats:
     }
 
 
+class FleetUse:
+    """What one replica reports at each look of Ray Serve."""
+
+    def __init__(self) -> None:
+        self._starts: int | None = None
+
+    def report(self, snapshot: Snapshot) -> Stats:
+        """A request that came and ended since the last look runs too: between looks the last replica is needed."""
+        stats, before = fleet_stats(snapshot), self._starts
+        self._starts = snapshot.starts
+        if before is not None and snapshot.starts > before:
+            stats["running"] = max(stats["running"], 1)
+        return stats
+
+
 def engines_config(section: AutoscalingSection) -> AutoscalingConfig:
     settings = {"slot_use": section.slot_use, "max_queue_s": section.max_queue_s}
-    return _serve_config(section, "deployments.serving.autoscaling:ByPredictedWork", settings)
+    config = _serve_config(section, "deployments.serving.autoscaling:ByPredictedWork", settings)
+    config.initial_replicas = max(1, section.min_replicas)  # routers learn from one what the model takes
+    config.downscale_to_zero_delay_s = section.downscale_to_zero_delay_s
+    return config
 
 
 def routers_config(section: RouterAutoscalingSection) -> AutoscalingConfig:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from deployments.process.loopback import keep_to_loopback
 from deployments.process.stages import note_stage
 from deployments.process.tracing import started_tracing
 from deployments.process.vllm_env import nixl_env, set_up_gpu_engine
-from deployments.serving.autoscaling import Stats, fleet_stats
+from deployments.serving.autoscaling import FleetUse, Stats
 from deployments.serving.engine_settings import EngineSettings
 from deployments.serving.engine_start import ENGINE, started_engines
 from deployments.serving.lifetime import Lifetime
@@ -94,8 +95,8 @@ class EngineReplica:
         classes: tuple[str, ...] = (),
         role: Role = "decode",
     ) -> None:
-        self._config, self._role, self._lifetime = config, role, Lifetime()
-        self._resources = self._lifetime.resources
+        self._config, self._role, self._lifetime, self._began_s = config, role, Lifetime(), time.monotonic()
+        self._resources, self._fleet_use = self._lifetime.resources, FleetUse()
         log_by(config.logs.settings())
         keep_to_loopback()
         await self._lifetime.start(self._start(redis_url, classes))
@@ -188,6 +189,7 @@ class EngineReplica:
                 gang_patience_s=config.gang_patience_s,
                 rolling_size=config.rolling_size(self._role),
                 silence_s=config.router.silence_s,
+                start_s=time.monotonic() - self._began_s,
                 kv_layout=engine.kv_layout,
             ),
             config=RelayConfig(
@@ -206,9 +208,12 @@ class EngineReplica:
             return {}
         return {"prefill_budget_tokens": self._engines[0].max_batch_tokens}
 
+    async def be_there(self) -> None:
+        """Nothing: that a router calls it has Ray Serve start a first replica."""
+
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
-        return fleet_stats(await self._store.snapshot())
+        return self._fleet_use.report(await self._store.snapshot())
 
     def check_health(self) -> None:
         if not all(relay.healthy for relay in self._relays):

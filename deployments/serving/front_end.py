@@ -9,9 +9,10 @@ from fastapi import FastAPI
 
 from deployments.config.application import AppConfig
 from deployments.config.classes import ClassSection
+from deployments.config.scaling import may_be_none
 from deployments.http.limits import RequestLimits
 from deployments.serving.engine_metrics import engine_exposition
-from deployments.serving.in_words import now_in_words
+from deployments.serving.in_words import now_in_words, without_replicas
 from deployments.serving.live_settings import Announcer, InForce
 from deployments.serving.parts import parts_of_engine, parts_of_router, steps_in_words
 from policies.batches.in_flight import Load
@@ -111,7 +112,8 @@ class FrontEnd:
         snapshot, idle = await self.store.snapshot(), set(fills_idle(self.config))
         waiting_idle = sum(count for (name, _), count in snapshot.lanes.items() if name in idle)
         return Load(
-            slots=sum(replica.slots for replica in snapshot.replicas.values()),
+            # Of a replica that starts when a request comes, one: a request has to come.
+            slots=sum(replica.slots for replica in snapshot.replicas.values()) or int(may_be_none(self.config.engine)),
             waiting_idle=waiting_idle,
             waiting_promised=snapshot.waiting - waiting_idle,
             router_id=self.router_id,
@@ -153,6 +155,7 @@ class FrontEnd:
             "model": self.name,
             "routers": snapshot.routers,
             **_pool(snapshot, engines),
+            "without_replicas": without_replicas(snapshot, may_be_none=may_be_none(config.engine)),
             "overtaken_s": round(snapshot.overtaken_s, 3),
             "owed_starts": snapshot.owed,
             # Everybody with a key may read this page: how unlike the shares are, but not whose.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastapi import FastAPI
 
 from deployments.config.application import AppConfig
+from deployments.config.scaling import may_be_none
 from deployments.engines.features import Feature, why_off
 from deployments.engines.vllm.grammars import Grammars
 from deployments.http.middleware import log_causes
@@ -145,6 +146,7 @@ def _vllms_engine(given: Given, args: argparse.Namespace) -> "RoutedAsyncLLM":
         max_prompt_logprobs=in_force.view(lambda now: now.config.router.max_prompt_logprobs),
         isolates_keys=config.keys.isolate_prefixes and config.caches_prefixes,
         made_grammars=made_grammars if is_vllm else None,
+        may_be_none=may_be_none(config.engine),
     )
 
 

@@ -18,6 +18,7 @@ from deployments.config.lengths import SHARED_BATCH, WINDOW_REQUESTS
 from deployments.config.scaling import least_replicas
 from deployments.process.stages import note_stage
 from deployments.responses.background import BackgroundResponses
+from deployments.serving.first_replica import Wake, kept_awake, wake_if_awaited
 from deployments.serving.front_end import Clients, FrontEnd, fills_idle
 from deployments.serving.front_end_kinds import Given, kind_of
 from deployments.serving.live_settings import Announcer, InForce
@@ -61,6 +62,7 @@ async def opened_front_end(
     router_id: str,
     metrics: RouterMetrics,
     client: "redis.Redis",
+    wake: Wake | None,
     predictor: DeploymentHandle | None,
     responses: BackgroundResponses | None,
 ) -> AsyncIterator[FrontEnd]:
@@ -68,6 +70,7 @@ async def opened_front_end(
 
     Args:
         in_force: of this model; it may change in the block.
+        wake: of `wake_of`.
         responses: makes and stores responses; None stores none.
 
     Raises:
@@ -80,7 +83,8 @@ async def opened_front_end(
     store = RedisStateStore(client, config.namespace(kind.codec.engine_version))
     prefill_store = RedisStateStore(client, config.prefill_namespace(kind.codec.engine_version))
     note_stage("waiting for engines", ROUTER)
-    infos = await enough_replicas(config, store)
+    async with kept_awake(wake, _counted_tasks(metrics)):
+        infos = await enough_replicas(config, store)
     note_stage("building the front end", ROUTER)
     max_model_len = min(info.max_model_len for info in infos)
     clients = engine_clients(
@@ -98,8 +102,11 @@ async def opened_front_end(
         resources.push_async_callback(clients.routed.close)
         await clients.routed.start()
         announcer = _announcer(in_force, clients, store)
-        background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
+        background = _counted_tasks(metrics)
         resources.push_async_callback(background.close)
+        if wake is not None:
+            look = partial(wake_if_awaited, wake, lambda: clients.answering.snapshot)
+            clients.answering.repeat(look, "wake")
         given = Given(in_force, clients.routed, max_model_len, background, resources, responses)
         parts = await kind.parts(given)
         yield FrontEnd(
@@ -114,6 +121,10 @@ async def opened_front_end(
             max_model_len=max_model_len,
             takes_media=parts.takes_media,
         )
+
+
+def _counted_tasks(metrics: RouterMetrics) -> BackgroundTasks:
+    return BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
 
 
 def _announcer(in_force: Live[InForce], clients: Clients, store: StateStore) -> Announcer:
@@ -149,7 +160,7 @@ async def _are_enough(config: AppConfig, store: StateStore, infos: Sequence[Repl
     requests to it already."""
     if (await store.snapshot()).routers:
         return bool(infos)
-    return 2 * sum(not info.classes for info in infos) >= least_replicas(config.engine)
+    return 2 * sum(not info.classes for info in infos) >= least_replicas(config.engine)  # which is one at least
 
 
 def engine_clients(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from router.state_store import ReplicaLoad
+from router.state_store import ReplicaLoad, Snapshot
 
 BOUNDS = {
     "memory": "the KV cache bounds the batch",
@@ -12,6 +12,16 @@ BOUNDS = {
     "algorithm_2": "001's Algorithm 2 bounds the batch, for the time between tokens",
     "n_star": "003's N* bounds the batch, for the KV cache",
 }
+
+
+def without_replicas(snapshot: Snapshot, *, may_be_none: bool) -> str | None:
+    """Why no replica is there, and when one will be; None where one is."""
+    if snapshot.replicas:
+        return None
+    took = f"; the last start took {snapshot.start_s:.0f} s" if snapshot.start_s else ""
+    if not may_be_none:
+        return f"no replica is there{took}"
+    return f"the first one starts{took}" if snapshot.asked else f"none is needed: one starts when a request comes{took}"
 
 
 def now_in_words(load: ReplicaLoad, engine: Mapping[str, Any]) -> str:

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 class Router:
     """Any number of them share the bins through the state store.
 
-    `engines` are not called: requests go over the relay's wire. That they are bound here makes Ray Serve deploy them.
+    Requests go over the relay's wire, not to `engines`, which are all groups of every model, those for all classes
+    first: that they are bound here makes Ray Serve deploy them.
     `redis_url` is None where the application has an embedded Redis.
     """
 
@@ -37,7 +38,7 @@ class Router:
         self,
         config: AppConfig,
         redis_url: str | None,
-        engines: list[DeploymentHandle],
+        engines: list[list[DeploymentHandle]],
         api_keys: str | None,
         predictor: DeploymentHandle | None = None,
         batches: DeploymentHandle | None = None,
@@ -46,7 +47,14 @@ class Router:
         log_by(config.logs.settings())
         keep_to_loopback()
         runner = None if batches is None else RemoteRunner(batches)
-        opening = opened_service(config, redis_url, api_keys=api_keys, predictor=predictor, batches=runner)
+        opening = opened_service(
+            config,
+            redis_url,
+            engines=[groups[0] for groups in engines],
+            api_keys=api_keys,
+            predictor=predictor,
+            batches=runner,
+        )
         self._class_of_batches = config.batches.slo_class
         self._service: Service = await self._lifetime.start(self._lifetime.resources.enter_async_context(opening))
 

@@ -27,6 +27,7 @@ from deployments.responses.background import BackgroundResponses
 from deployments.responses.http import ResponsesApi
 from deployments.responses.store import ResponseStore
 from deployments.serving.batch_runner import RemoteRunner, storage_of
+from deployments.serving.first_replica import wake_of
 from deployments.serving.front_end import FrontEnd, request_limits
 from deployments.serving.front_end_start import opened_front_end, router_metrics
 from deployments.serving.live_settings import InForce
@@ -62,6 +63,7 @@ async def opened_service(
     config: AppConfig,
     redis_url: str | None,
     *,
+    engines: Sequence[DeploymentHandle] = (),
     api_keys: str | None = None,
     predictor: DeploymentHandle | None = None,
     batches: RemoteRunner | None = None,
@@ -70,6 +72,7 @@ async def opened_service(
 
     Args:
         redis_url: None where the application has an embedded Redis.
+        engines: of every model, those that serve all classes; none where Ray Serve does not run them.
         api_keys: those of the environment.
         batches: what runs them; None without a Batch API.
 
@@ -92,6 +95,7 @@ async def opened_service(
             for model, router_id in zip(models, ids, strict=True)
         ]
         responses = _responses(config, redis, metrics[0])
+        handles = engines or [None] * len(models)
         front_ends = [
             await resources.enter_async_context(
                 opened_front_end(
@@ -99,11 +103,12 @@ async def opened_service(
                     router_id=router_id,
                     metrics=of_model,
                     client=redis,
+                    wake=wake_of(model.now.config, handle),
                     predictor=predictor,
                     responses=responses,
                 )
             )
-            for model, router_id, of_model in zip(models, ids, metrics, strict=True)
+            for model, router_id, of_model, handle in zip(models, ids, metrics, handles, strict=True)
         ]
         if responses is not None:
             resources.push_async_callback(responses.close)

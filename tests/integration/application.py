@@ -192,12 +192,12 @@ class Sluice:
         return self._status(model)
 
     def _status(self, model: str | None) -> dict[str, Any]:
-        first: dict[str, Any] = json.loads(self._get("/sluice/status"))
+        first: dict[str, Any] = json.loads(self.get("/sluice/status"))
         models = {each["model"]: each for each in (first, *first.get("more_models", ()))}
         return models[model] if model else first
 
     def metrics(self) -> list[str]:
-        return self._get("/metrics").decode().splitlines()
+        return self.get("/metrics").decode().splitlines()
 
     def series(self, name: str, **labels: str) -> list[float]:
         """Values of all series of this name with these labels."""
@@ -205,13 +205,13 @@ class Sluice:
         return [each.value for each in samples if each.name == name and labels.items() <= each.labels.items()]
 
     def _families(self) -> Iterator[Metric]:
-        return text_string_to_metric_families(self._get("/metrics").decode())
+        return text_string_to_metric_families(self.get("/metrics").decode())
 
     def counted(self, name: str, **labels: str) -> float:
         """All of them together."""
         return sum(self.series(name, **labels))
 
-    def _get(self, path: str) -> bytes:
+    def get(self, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, headers={"Authorization": f"Bearer {self.key}"})
         with urllib.request.urlopen(request, timeout=120) as response:
             body: bytes = response.read()

@@ -278,14 +278,16 @@ class RoutedAsyncLLM(AsyncLLM):
         *,
         isolates_keys: bool = False,
         made_grammars: Callable[[VllmConfig], Grammars] | None = None,
+        may_be_none: bool = False,
     ) -> None:
         """Args:
+        may_be_none: it is well without an engine replica too, for one starts when a request comes.
         unsupported, isolates_keys: as of `RoutedEngineCore`.
         max_prompt_logprobs: None sets no bound.
         made_grammars: what compiles them, by the front end's configuration, in place of vLLM's own checks, which run on
             the event loop for as long as they take; None leaves those.
         """
-        self._routed = routed
+        self._routed, self._may_be_none = routed, may_be_none
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = front_end_config(engine_args)
         self._public_name = model = (args.served_model_name or [args.model])[0]
@@ -354,7 +356,7 @@ class RoutedAsyncLLM(AsyncLLM):
 
     async def check_health(self) -> None:
         await super().check_health()
-        if not self._routed.snapshot.replicas:
+        if not self._routed.snapshot.replicas and not self._may_be_none:
             raise EngineDeadError("no engine replica is registered")
 
 

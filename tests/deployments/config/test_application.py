@@ -625,6 +625,16 @@ def test_without_a_prefill_group_engines_are_told_of_no_connector() -> None:
     assert plain.prefill_namespace("v") != plain.namespace("v")
 
 
+@pytest.mark.parametrize("group", ["engine", "prefill"])
+def test_a_last_replica_may_end_where_no_prompt_waits_for_another_one(group: str) -> None:
+    none = {"autoscaling": {"min_replicas": 0, "max_replicas": 2}}
+    scaled = config(engine=none)
+    assert (scaled.engine_replicas, scaled.resources["CPU"]) == (1, config().resources["CPU"]), "at the start"
+    engine = {**none, "prefill": {}} if group == "engine" else {"prefill": none}
+    assert "engine.prefill" in refused(engine=engine)[""]
+    assert "min_replicas" in next(iter(refused(router=none)))
+
+
 def test_the_target_between_tokens_that_decides_is_the_one_that_engines_hold() -> None:
     classes = {"a": {}, "b": {"tpot_s": 0.05}}
     targets = config(engine={"prefill": {}}, classes=classes, default_class="a").itl_targets()

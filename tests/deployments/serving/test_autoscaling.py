@@ -13,6 +13,7 @@ from deployments.config.scaling import AutoscalingSection, RouterAutoscalingSect
 from deployments.serving.autoscaling import (
     ByEventLoop,
     ByPredictedWork,
+    FleetUse,
     LoopUse,
     Stats,
     engines_config,
@@ -43,6 +44,28 @@ def test_replicas_that_drain_do_not_count_as_those_that_serve() -> None:
     serves = {f"r{n}": ReplicaLoad(slots=16, running=5, outstanding_s=1.0) for n in range(4)}
     stats = fleet_stats(Snapshot(replicas=drains | serves))
     assert (stats["replicas"], stats["slots"], stats["running"], stats["slowness"]) == (4, 64, 20, 1.0)
+
+
+def test_a_request_that_came_and_ended_between_two_looks_is_seen() -> None:
+    """Else the last replica would end under requests that are shorter than what lies between looks."""
+    loads, use = {"r": ReplicaLoad(slots=16, running=0, outstanding_s=0.0)}, FleetUse()
+    seen = [use.report(Snapshot(replicas=loads, starts=starts))["running"] for starts in (7, 7, 9, 9)]
+    assert seen == [0, 0, 1, 0]
+
+
+def test_the_last_replica_ends_after_its_own_delay_and_without_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = AutoscalingSection(min_replicas=0, max_replicas=8, downscale_delay_s=5.0, downscale_to_zero_delay_s=20.0)
+    config = engines_config(section)
+    assert config.initial_replicas == 1
+    decide = serve_policy._apply_autoscaling_config(ByPredictedWork(**config.policy.policy_kwargs))
+    state, targets = dict[str, Any](), []
+    for now_s in range(60):
+        monkeypatch.setattr(serve_policy.time, "time", lambda at_s=float(now_s): at_s)
+        stats = report(1, 1 if now_s == 10 else 0)
+        target, state = decide(context(1, state, {"r0": stats}, now_s, config))
+        targets.append(target)
+    assert targets.index(0) == 31  # none has come for so long
+    assert decide(context(0, {}, {}, 60.0, config))[0] == 0, "nothing is reported, and no call waits"
 
 
 def context(

@@ -125,7 +125,7 @@ async def opening(redis_url: str, namespace: str) -> AsyncIterator[Opening]:
     def opened() -> AbstractAsyncContextManager[FrontEnd]:
         metrics = router_metrics(config, "router", speaks_for_process=False)
         return opened_front_end(
-            in_force, router_id="router", metrics=metrics, client=redis, predictor=None, responses=None
+            in_force, router_id="router", metrics=metrics, client=redis, wake=None, predictor=None, responses=None
         )
 
     yield opened
