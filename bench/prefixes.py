@@ -2,9 +2,9 @@
 
 Every session sends a prompt, waits for its answer, thinks, and sends the same prompt with more behind it. Compared are
 Sluice by its defaults, Sluice that does not look where a prompt is cached (`mode: stock`), two `vllm serve` that take
-requests in turn, two behind Ray Serve's prefix-aware router, and two behind vllm-router. All engines are up; one system
-at a time is loaded, in an order that rotates from round to round.
-A round gives all of them the same sessions, with prompts that nobody has seen before.
+requests in turn, two behind Ray Serve's prefix-aware router, and two behind vllm-router, by the texts that it sent or
+by what the engines say of their caches. All engines are up; one system at a time is loaded, in an order that rotates
+from round to round. A round gives all of them the same sessions, with prompts that nobody has seen before.
 """
 
 import argparse
@@ -23,20 +23,30 @@ from typing import Self
 
 import numpy as np
 import uvloop
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.chat_client import TEXT_PATH, ChatClient
-from bench.load import first_model
+from bench.load import ServerUnusable, first_model
 from bench.open_loop import TOKEN_IDS, Request
 from bench.report import markdown_table
-from bench.servers import ServerSpec, ray_prefix_router, vllm_router
+from bench.servers import ServerSpec, by_kv_events, forward_events, publishing, ray_prefix_router, vllm_router
 from bench.session import EXIT_STATUS, Session, new_parser, positive, run_session, turns
 from bench.summary import Spread, paired_ratios
 
 SLUICE, BLIND, IN_TURN, RAY = "Sluice", "Sluice, mode: stock", "vllm serve, in turn", "vllm serve, prefix router of Ray"
-RUST = "vllm serve, vllm-router"
-SYSTEMS = {"sluice": SLUICE, "stock": BLIND, "vllm": IN_TURN, "ray": RAY, "vllm-router": RUST}
+RUST, RUST_KV = "vllm serve, vllm-router", "vllm serve, vllm-router by KV events"
+SYSTEMS = {
+    "sluice": SLUICE,
+    "stock": BLIND,
+    "vllm": IN_TURN,
+    "ray": RAY,
+    "vllm-router": RUST,
+    "vllm-router-kv": RUST_KV,
+}
 ENGINES = 2
+# Ports of a system: its router's, its engines', the router's for metrics, those of the engines' events, in and out.
+PLACES = 3 * ENGINES + 2
 ANSWER_TOKENS = 8
 # Counters of tokens that engines found in their caches, as each kind of server names them.
 HITS = ("sluice_engine_prefix_cache_hit_tokens", "vllm:prefix_cache_hits")
@@ -142,12 +152,16 @@ def counters(urls: Sequence[str]) -> dict[str, float]:
     """Sums over all servers and replicas of those of HITS and PREDICTED that are there."""
     found: dict[str, float] = {}
     for url in urls:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-            for family in text_string_to_metric_families(answer.read().decode()):
-                if family.name in (*HITS, PREDICTED):
-                    total = sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
-                    found[family.name] = found.get(family.name, 0.0) + total
+        for family in _families(url):
+            if family.name in (*HITS, PREDICTED):
+                total = sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
+                found[family.name] = found.get(family.name, 0.0) + total
     return found
+
+
+def _families(url: str) -> list[Metric]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        return list(text_string_to_metric_families(answer.read().decode()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,22 +199,44 @@ def _ask(session: Session, system: System, sessions: Sequence[Conversation]) -> 
 
 def _started(session: Session, name: str) -> System:
     """Every system has ports of its own."""
-    place = (ENGINES + 2) * list(SYSTEMS).index(name)
+    place = PLACES * list(SYSTEMS).index(name)
     if name in ("sluice", "stock"):
         settings = {"mode": "full" if name == "sluice" else "stock", "engine": {"replicas": ENGINES}}
         url = session.start(session.sluice(SYSTEMS[name], place, settings)).spec.url
         return System(urls=(url,), counting=(url,))
-    engines = tuple(session.start(_plain(session, place + 1 + n)).spec.url for n in range(ENGINES))
+    port, says = session.options.first_port + place, name == "vllm-router-kv"
+    events = [port + ENGINES + 2 + n if says else None for n in range(ENGINES)]
+    specs = [_plain(session, place + 1 + n, events[n]) for n in range(ENGINES)]
+    engines = tuple(session.start(spec).spec.url for spec in specs)
     if name == "vllm":
         return System(urls=engines, counting=engines)
-    before, port = {"ray": ray_prefix_router, "vllm-router": vllm_router}[name], session.options.first_port + place
-    return System(urls=(session.start(before(SYSTEMS[name], port, engines)).spec.url,), counting=engines)
+    if name == "ray":
+        before = ray_prefix_router(SYSTEMS[name], port, engines)
+    elif says:
+        sources = {url: port + 2 * ENGINES + 2 + n for n, url in enumerate(engines)}
+        for number, url in enumerate(engines):
+            forward_events(port + ENGINES + 2 + number, sources[url])
+        policy = by_kv_events(first_model(engines[0]), block_tokens(engines[0]), sources)
+        before = vllm_router(SYSTEMS[name], port, engines, policy)
+    else:
+        before = vllm_router(SYSTEMS[name], port, engines)
+    return System(urls=(session.start(before).spec.url,), counting=engines)
 
 
-def _plain(session: Session, place: int) -> ServerSpec:
+def _plain(session: Session, place: int, events_port: int | None) -> ServerSpec:
     """It counts hits only with its other statistics; Sluice's engines count them in any case."""
     spec = session.plain(f"vllm serve {place}", place)
-    return replace(spec, command=tuple(each for each in spec.command if each != "--disable-log-stats"))
+    said = () if events_port is None else publishing(events_port)
+    return replace(spec, command=(*(each for each in spec.command if each != "--disable-log-stats"), *said))
+
+
+def block_tokens(url: str) -> int:
+    """Of an engine's cache, as its server says."""
+    for family in _families(url):
+        for sample in family.samples:
+            if "block_size" in sample.labels:
+                return int(sample.labels["block_size"])
+    raise ServerUnusable(f"{url} does not say the size of its cache's blocks")
 
 
 def as_markdown(runs: Sequence[Run]) -> str:

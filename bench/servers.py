@@ -6,6 +6,7 @@ environment (a daemon leaves the tree; a renamed process hides its environment),
 """
 
 import importlib.metadata
+import json
 import os
 import signal
 import socket
@@ -14,12 +15,14 @@ import sys
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import zmq
+from zmq.devices import ThreadProxy
 
 HOST = "127.0.0.1"
 # One list for both systems; what follows `--` on the command line of bench.compare is appended, and vLLM lets the
@@ -124,12 +127,49 @@ def ray_prefix_router(name: str, port: int, engine_urls: Sequence[str]) -> Serve
     return ServerSpec(name=name, command=command, port=port, ready_line=RAY_READY)
 
 
-def vllm_router(name: str, port: int, engine_urls: Sequence[str]) -> ServerSpec:
+def vllm_router(
+    name: str, port: int, engine_urls: Sequence[str], policy: Sequence[str] = ("--policy=cache_aware",)
+) -> ServerSpec:
     """Stands before engines that run already. What it says of itself goes to ports behind theirs."""
     metrics_port = port + len(engine_urls) + 1
     own = (f"--host={HOST}", f"--port={port}", f"--prometheus-host={HOST}", f"--prometheus-port={metrics_port}")
-    command = (_program("vllm-router"), *own, "--policy=cache_aware", "--worker-urls", *engine_urls)
+    command = (_program("vllm-router"), *own, *policy, "--worker-urls", *engine_urls)
     return ServerSpec(name=name, command=command, port=port)
+
+
+def by_kv_events(model: str, block_tokens: int, events: Mapping[str, int]) -> tuple[str, ...]:
+    """vllm-router's policy that goes by what engines say of their caches.
+
+    Args:
+        model: as requests name it.
+        block_tokens: of the engines' caches.
+        events: the port of each engine's events, by its address.
+    """
+    sources = (f"--kv-event-source={url}={_zmq(port)}" for url, port in events.items())
+    return ("--policy=kv_aware", f"--kv-event-model={model}", f"--kv-event-block-size={block_tokens}", *sources)
+
+
+def publishing(port: int) -> tuple[str, ...]:
+    """Arguments of an engine that says what its cache holds, to whoever listens at this port.
+
+    vLLM binds its events to all addresses or to none: where it is given one, it connects to it.
+    """
+    return (
+        "--kv-events-config",
+        json.dumps({"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": _zmq(port)}),
+    )
+
+
+def forward_events(from_port: int, to_port: int) -> None:
+    """For as long as this process lives: what engines publish, to those who subscribe, both by connecting to here."""
+    forwarder = ThreadProxy(zmq.XSUB, zmq.XPUB)  # type: ignore[no-untyped-call]  # pyzmq leaves its types out
+    forwarder.bind_in(_zmq(from_port))
+    forwarder.bind_out(_zmq(to_port))
+    forwarder.start()
+
+
+def _zmq(port: int) -> str:
+    return f"tcp://{HOST}:{port}"
 
 
 def vllm_router_and_engines(

@@ -1,13 +1,16 @@
 """Starting and ending real child processes; none of them is a model server."""
 
+import json
 import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from bench.servers import (
     ENGINE_ARGUMENTS,
@@ -15,7 +18,10 @@ from bench.servers import (
     Server,
     ServerFailed,
     ServerSpec,
+    by_kv_events,
+    forward_events,
     gpus_of_an_engine,
+    publishing,
     server_environment,
     shared_arguments,
     vllm_is_for_gpus,
@@ -166,3 +172,19 @@ def test_an_inherited_cache_size_does_not_override_the_engine_arguments(monkeypa
     environment = server_environment("mark")
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment
     assert environment["HF_HOME"] == "/models"
+
+
+def test_what_engines_publish_reaches_a_router_though_both_only_connect() -> None:
+    ports, context = (free_port(), free_port()), zmq.Context.instance()
+    forward_events(*ports)
+    (_, told) = publishing(ports[0])
+    with context.socket(zmq.PUB) as engine, context.socket(zmq.SUB) as router:
+        engine.connect(json.loads(told)["endpoint"])
+        (source,) = [each for each in by_kv_events("m", 32, {"http://e": ports[1]}) if "source" in each]
+        router.connect(source.removeprefix("--kv-event-source=http://e="))
+        router.subscribe("")
+        deadline_s = time.monotonic() + 30.0
+        while not router.poll(50):  # a subscription takes a while to arrive, and what was said before is gone
+            assert time.monotonic() < deadline_s
+            engine.send(b"stored")
+        assert router.recv() == b"stored"
