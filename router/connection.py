@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -30,16 +31,26 @@ class ReplicaConnection:
         self.fell_silent = False  # nothing was acknowledged for too long: its replica may serve others
 
     @classmethod
-    async def open(cls, info: ReplicaInfo, *, router_id: str, engine_version: str) -> "ReplicaConnection":
+    async def open(
+        cls, info: ReplicaInfo, *, router_id: str, engine_version: str, tls: ssl.SSLContext | None = None
+    ) -> "ReplicaConnection":
         """Connect and authenticate both ways.
 
         Raises:
             ReplicaLostError: nothing answers there within CONNECT_TIMEOUT_S, or it hangs up.
-            ProtocolError: what answers is not this replica, or not of our version.
+            ProtocolError: what answers is not this replica, or not of our version; or one of both sides is encrypted.
         """
+        if info.encrypted != (tls is not None):
+            ours, theirs = ("with", "without") if tls is not None else ("without", "with")
+            raise ProtocolError(
+                f"replica {info.replica_id} was started {theirs} RAY_USE_TLS, and this router {ours} it: set it alike "
+                "on all nodes"
+            )
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(info.host, info.port, limit=wire.STREAM_LIMIT_BYTES)
+                reader, writer = await asyncio.open_connection(
+                    info.host, info.port, limit=wire.STREAM_LIMIT_BYTES, ssl=tls
+                )
         except OSError as error:
             raise ReplicaLostError(f"replica {info.replica_id} at {info.host}:{info.port}: {error!r}") from error
         connection = cls(info, reader, writer)

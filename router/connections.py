@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import ssl
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ class Connections:
         *,
         router_id: str,
         engine_version: str,
+        tls: ssl.SSLContext | None,
         store: StateStore,
         clock: Clock,
         metrics: RouterMetrics,
@@ -35,13 +37,14 @@ class Connections:
         drop: Callable[[str], Awaitable[None]],
     ) -> None:
         """Args:
+        tls: of connections; None makes plain ones.
         lost_after_looks: a connected replica that is missing in the shared state in more of them, in a row, is lost.
         drop_after_s: one that refuses connections is dropped no more often than that.
         opened: is called with each new connection, before any other part has it.
         is_needed: whether requests were given to this replica.
         drop: takes a replica out of the tables.
         """
-        self._router_id, self._engine_version = router_id, engine_version
+        self._router_id, self._engine_version, self._tls = router_id, engine_version, tls
         self._store, self._clock, self._metrics = store, clock, metrics
         self._lost_after_looks, self._drop_after_s = lost_after_looks, drop_after_s
         self._opened, self._is_needed, self._drop = opened, is_needed, drop
@@ -146,7 +149,7 @@ class Connections:
             raise ReplicaLostError(f"replica {replica_id} is not registered any more")
         try:
             connection = await ReplicaConnection.open(
-                info, router_id=self._router_id, engine_version=self._engine_version
+                info, router_id=self._router_id, engine_version=self._engine_version, tls=self._tls
             )
         except Exception as error:  # of any kind: it is of no use from here
             self._metrics.out_of_reach.inc()

@@ -16,6 +16,7 @@ In which state a request is, and which may follow, stands in `router.ledger`; wh
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -283,8 +284,13 @@ def routed_client(
     clock: Clock,
     shared_clock: SharedClock,
     metrics: RouterMetrics,
+    tls: ssl.SSLContext | None = None,
 ) -> RoutedClient[RequestT, OutputsT]:
-    """A client with all its parts. Each knows parts that are made before it; what goes the other way is a lambda."""
+    """A client with all its parts. Each knows parts that are made before it; what goes the other way is a lambda.
+
+    Args:
+        tls: of connections to replicas; None makes plain ones.
+    """
     ledger, outputs = Ledger[RequestT](), asyncio.Queue[OutputsT](OUTPUT_QUEUE_FRAMES)
     background = BackgroundTasks(lambda task: metrics.task_failures.labels(task).inc())
     settlements = Settlements(router_id, store)
@@ -299,6 +305,7 @@ def routed_client(
     connections = Connections(
         router_id=router_id,
         engine_version=codec.engine_version,
+        tls=tls,
         store=store,
         clock=clock,
         metrics=metrics,

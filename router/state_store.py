@@ -30,6 +30,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
         silence_s: without a heartbeat for so long it counts as dead.
         start_s: seconds that its start took.
         kv_layout: what replicas that hand KV caches over must have in common; "" where none does.
+        encrypted: it is spoken to over TLS.
         secret: of the wire's handshake. Made by the replica; whatever may read the shared state may connect.
     """
 
@@ -45,6 +46,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 10.0
     start_s: float = 0.0
     kv_layout: str = ""
+    encrypted: bool = False
     secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
 
     @property

@@ -9,6 +9,7 @@ no router is left to read them.
 import asyncio
 import logging
 import math
+import ssl
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Set
@@ -101,12 +102,14 @@ class Relay:
         config: RelayConfig,
         credit: Live[Credit] | None = None,
         traces: ReplicaTraces | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Args:
         credit: None gives none.
         traces: None makes none.
+        tls: of what routers open; None takes plain connections.
         """
-        self._engine, self._config, self._traces = engine, config, traces
+        self._engine, self._config, self._traces, self._tls = engine, config, traces, tls
         credit, budget = credit or Live(Credit()), config.prefill_budget_tokens
         self._board = OnBoard(
             prompts=UnreadPrompts(credit.view(lambda credit: credit.reading_s)),
@@ -163,8 +166,11 @@ class Relay:
             Exception: of `check`.
         """
         registration, heartbeat_s = self._registration, self._config.heartbeat_s
-        self._server = await asyncio.start_server(self._serve, bind_host, self.info.port, limit=wire.STREAM_LIMIT_BYTES)
-        registration.info = msgspec.structs.replace(self.info, port=self._server.sockets[0].getsockname()[1])
+        self._server = await asyncio.start_server(
+            self._serve, bind_host, self.info.port, limit=wire.STREAM_LIMIT_BYTES, ssl=self._tls
+        )
+        port = self._server.sockets[0].getsockname()[1]
+        registration.info = msgspec.structs.replace(self.info, port=port, encrypted=self._tls is not None)
         self._background.spawn(self._pump(), "pump")
         self._background.repeat(registration.release, 0, "release")
         self._background.repeat(self._watch, heartbeat_s, "watch engine")

@@ -18,6 +18,7 @@ from deployments.engines.relay import Credit, Relay, RelayConfig
 from deployments.engines.traces import ReplicaTraces
 from deployments.process.logs import log_by
 from deployments.process.loopback import keep_to_loopback
+from deployments.process.ray_tls import wire_tls
 from deployments.process.stages import note_stage
 from deployments.process.tracing import started_tracing
 from deployments.process.vllm_env import nixl_env, set_up_gpu_engine
@@ -110,7 +111,7 @@ class EngineReplica:
             self._resources.push_async_callback(self._tracing.close)
         redis_url = redis_url or await embedded_redis_url()
         await check_access(redis_url, self._config.redis_ca_certs)  # not once a model is loaded
-        host = _prepare_environment(self._config)
+        host, self._tls = _prepare_environment(self._config), wire_tls()
         self._engines = await started_engines(self._config, self._role)
         for engine in self._engines:
             self._resources.push_async_callback(asyncio.to_thread, engine.shutdown)
@@ -178,6 +179,7 @@ class EngineReplica:
             engine=engine,
             store=self._store,
             traces=None if self._tracing is None else ReplicaTraces(self._tracing, replica_id),
+            tls=None if self._tls is None else self._tls.replica,
             info=ReplicaInfo(
                 replica_id=replica_id,
                 host=host,

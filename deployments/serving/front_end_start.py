@@ -16,6 +16,7 @@ from deployments.config.application import AppConfig
 from deployments.config.engine import PrefillSection, Role
 from deployments.config.lengths import SHARED_BATCH, WINDOW_REQUESTS
 from deployments.config.scaling import least_replicas
+from deployments.process.ray_tls import wire_tls
 from deployments.process.stages import note_stage
 from deployments.responses.background import BackgroundResponses
 from deployments.serving.first_replica import Wake, kept_awake, wake_if_awaited
@@ -186,6 +187,7 @@ def engine_clients(
         "codec": codec,
         "terms": in_force.view(_router_terms),
         "clock": clock,
+        "tls": None if (tls := wire_tls()) is None else tls.router,
     }
     classifier = _classifier(in_force, metrics, learned, max_model_len)
     answering: RoutedClient[Any, Any] = routed_client(

@@ -1,7 +1,9 @@
 """The relay as a router sees it, frame by frame, over real TCP."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from deployments.engines import router_link
 from deployments.engines.on_board import StepSpeed
 from deployments.engines.relay import Relay, RelayConfig
 from deployments.process.ports import free_port
+from deployments.process.ray_tls import AUTHORITY_ENV, CERTIFICATE_ENV, KEY_ENV, USE_TLS_ENV, WireTls, wire_tls
 from policies.errors import ConfigError, EngineCallError, ProtocolError, ReplicaLostError, StateStoreError
 from policies.router.tickets import Ticket
 from policies.types import StepCoefficients, StepTimes
@@ -22,6 +25,7 @@ from router.connections import STATUS_TIMEOUT_S
 from router.redis_store import RedisStateStore, connect
 from router.state_store import Queued, ReplicaInfo
 from router.wire import Buffer
+from tests.authority import Authority
 from tests.fakes import FakeCache, FakeCodec, FakeEngine, FakeOutput, FakeRequest, ManualClock, undisturbed
 from tests.waiting import PATIENCE_S, until
 
@@ -61,7 +65,13 @@ class Reader:
 
 
 class Replica:
-    def __init__(self, store: RedisStateStore, gang_max_wait_s: float | None = None, **config: float) -> None:
+    def __init__(
+        self,
+        store: RedisStateStore,
+        gang_max_wait_s: float | None = None,
+        tls: WireTls | None = None,
+        **config: float,
+    ) -> None:
         self.engine = FakeEngine(slots=4)
         info = ReplicaInfo(
             replica_id="r",
@@ -70,17 +80,23 @@ class Replica:
             max_model_len=64,
             gang_max_wait_s=gang_max_wait_s,
         )
-        self.store = store
+        self.store, self.tls = store, tls
         self._readers: list[Reader] = []  # one that nobody holds ends, and its requests with it
         self.relay = Relay(
             engine=self.engine,
             store=store,
             info=info,
             config=RelayConfig(**{"heartbeat_s": 0.02, **config}),  # type: ignore[arg-type]
+            tls=None if tls is None else tls.replica,
         )
 
     async def connection(self, router_id: str) -> ReplicaConnection:
-        return await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1")
+        return await self.connection_of(self.tls, router_id)
+
+    async def connection_of(self, tls: WireTls | None, router_id: str) -> ReplicaConnection:
+        """A router's with these certificates."""
+        context = None if tls is None else tls.router
+        return await ReplicaConnection.open(self.relay.info, router_id=router_id, engine_version="fake-1", tls=context)
 
     async def reader(self, router_id: str = "a") -> Reader:
         self._readers.append(Reader(await self.connection(router_id)))
@@ -508,6 +524,59 @@ async def test_a_stranger_without_the_secret_is_refused(replica: Replica) -> Non
     forged = msgspec.structs.replace(replica.relay.info, secret=b"guessed")
     with pytest.raises((ReplicaLostError, ProtocolError)):
         await ReplicaConnection.open(forged, router_id="a", engine_version="fake-1")
+
+
+def certificates(authority: Authority, folder: Path) -> WireTls:
+    file = str(authority.issue(folder, "127.0.0.1"))
+    named = {CERTIFICATE_ENV: file, KEY_ENV: file, AUTHORITY_ENV: str(authority.certificate)}
+    found = wire_tls({USE_TLS_ENV: "1", **named})
+    assert found is not None
+    return found
+
+
+async def test_where_ray_is_encrypted_requests_and_answers_are(begin: Begin, tmp_path: Path) -> None:
+    tls = certificates(Authority.make(tmp_path, "trusted"), tmp_path)
+    replica = await begin(tls=tls)
+    reader = await replica.reader()
+    reader.add("x")
+    await reader.answered()
+    assert reader.tokens("x") == undisturbed([1, 2], 5)
+    link = reader.connection._writer.get_extra_info("ssl_object")
+    assert link.version() == "TLSv1.3"
+
+
+async def test_a_router_of_another_authority_is_refused(begin: Begin, tmp_path: Path) -> None:
+    (theirs := tmp_path / "theirs").mkdir()
+    replica = await begin(tls=certificates(Authority.make(tmp_path, "trusted"), tmp_path))
+    with pytest.raises(ReplicaLostError):
+        await replica.connection_of(certificates(Authority.make(theirs, "stranger"), theirs), "a")
+
+
+async def test_a_router_that_trusts_all_and_shows_nothing_is_refused(begin: Begin, tmp_path: Path) -> None:
+    tls = certificates(Authority.make(tmp_path, "trusted"), tmp_path)
+    replica = await begin(tls=tls)
+    shows_nothing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    shows_nothing.check_hostname, shows_nothing.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(ReplicaLostError):
+        await replica.connection_of(tls._replace(router=shows_nothing), "a")
+
+
+@pytest.mark.parametrize("replica_is", [True, False])
+async def test_one_side_that_is_not_encrypted_is_told_apart(begin: Begin, tmp_path: Path, replica_is: bool) -> None:
+    tls = certificates(Authority.make(tmp_path, "trusted"), tmp_path)
+    replica = await begin(tls=tls if replica_is else None)
+    with pytest.raises(ProtocolError, match="RAY_USE_TLS.*alike on all nodes"):
+        await replica.connection_of(None if replica_is else tls, "a")
+
+
+def test_certificates_that_cannot_be_used_are_named_before_anything_starts(tmp_path: Path) -> None:
+    assert wire_tls({}) is None
+    assert wire_tls({USE_TLS_ENV: "0"}) is None
+    with pytest.raises(ConfigError, match=f"{KEY_ENV}, {AUTHORITY_ENV} is not"):
+        wire_tls({USE_TLS_ENV: "1", CERTIFICATE_ENV: "x"})
+    absent = dict.fromkeys((CERTIFICATE_ENV, KEY_ENV, AUTHORITY_ENV), str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="cannot be used: No such file"):
+        wire_tls({USE_TLS_ENV: "true", **absent})
 
 
 async def test_slots_are_offered_once_the_check_at_start_has_returned(new_store: Callable[[], RedisStateStore]) -> None:
