@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
+from deployments.config.candidate import MoreModelSection, check_candidates
 from deployments.config.classes import DEFAULT_CLASSES, ClassSection, OrderSection
 from deployments.config.dispatch import check_dispatch
 from deployments.config.engine import GangSection, Role
@@ -49,7 +50,7 @@ DEFAULT_TIERS: dict[ServiceTier, str] = {"priority": "interactive", "default": "
 class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
-    more_models: tuple[ModelSection, ...] = ()
+    more_models: tuple[MoreModelSection, ...] = ()
     """Further models. Each has `model`, `served_model_name`, `vllm_args`, `engine` and `work` of its own, as the first
     has them at the top; everything else is shared."""
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -218,6 +219,7 @@ class AppConfig(ModelSection):
         names = [name for section in self._models for name in section.served_names]
         if len(set(names)) < len(names):
             raise ValueError(f"names of models and adapters must differ, got {names}")
+        check_candidates(self, self.more_models, self.classes)
         return self
 
     def named_redis(self) -> str | None:

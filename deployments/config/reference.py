@@ -109,8 +109,15 @@ def _keys(owner: str, section: Mapping[str, Any], sections: Mapping[str, Any], p
             meaning=value["description"],
             is_live=LIVE in value,
         )
-        if held and name != "more_models":  # whose keys are those at the top
-            yield from _keys(held, sections[held], sections, f"{path}{joint}")
+        if held:
+            below = sections[held]
+            if name == "more_models":  # most of whose keys are those at the top
+                below = {**below, "properties": _besides(below["properties"], section["properties"])}
+            yield from _keys(held, below, sections, f"{path}{joint}")
+
+
+def _besides(properties: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in properties.items() if name not in known}
 
 
 def _section_in(value: Mapping[str, Any], sections: Mapping[str, Any]) -> tuple[str, str]:

@@ -160,7 +160,7 @@ def live_keys() -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key in reference.all_keys(AppConfig):
         if key.is_live and "NAME" not in key.path and not OF_THE_START.search(key.path):
-            *sections, name = key.path.split(".")
+            *sections, name = key.path.replace("[]", "").split(".")
             functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, tree)[name] = True
     return tree
 

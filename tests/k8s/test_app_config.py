@@ -48,7 +48,10 @@ LIVE: Manifest = {
     "service_tiers": {"priority": "gold"},
     "router": {"max_wait_s": 30, "late_patience_s": 5},
     "engine": {"credit_s": 2, "scheduler": {"overcommit": False, "mode": "mixed"}},
-    "more_models": [{"model": "org/other", "engine": {"scheduler": {"max_batch_size": 8}}}, {"model": "org/third"}],
+    "more_models": [
+        {"model": "org/other", "engine": {"scheduler": {"max_batch_size": 8}}},
+        {"model": "org/third", "candidate": {"of": "org/other", "share": 0.1}},
+    ],
 }
 ROOM = [{"name": "engine", "replicas": 6, "resources": {}}]
 OTHER: Manifest = {
@@ -56,7 +59,10 @@ OTHER: Manifest = {
     "service_tiers": {"priority": "new"},
     "router": {"max_wait_s": 60},
     "engine": {"scheduler": {"max_batch_size": 9, "mode": "mixed"}},
-    "more_models": [{"model": "org/other"}, {"model": "org/third", "engine": {"credit_s": 1}}],
+    "more_models": [
+        {"model": "org/other"},
+        {"model": "org/third", "engine": {"credit_s": 1}, "candidate": {"of": "org/other", "mirror": True}},
+    ],
 }
 
 

@@ -89,7 +89,7 @@ classes where a policy of one's own counts them. And the default class, which mu
 {{- range $model := $args.more_models | default list -}}
 {{- $counted = or $counted (($model.engine).scheduler).policy -}}
 {{- $own := dict -}}
-{{- include "sluice.moveLive" (dict "args" $model "live" $own "keys" (pick $of.keys "engine")) -}}
+{{- include "sluice.moveLive" (dict "args" $model "live" $own "keys" (dict "engine" $of.keys.engine "candidate" $of.keys.more_models.candidate)) -}}
 {{- $others = append $others $own -}}
 {{- $any = or $any (not (empty $own)) -}}
 {{- end -}}

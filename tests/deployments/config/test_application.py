@@ -75,6 +75,26 @@ def own_order(said: str, **order: Any) -> tuple[dict[str, Any], str, str]:
     return {"order": order}, "order", said
 
 
+def candidate(model: str, **section: Any) -> dict[str, Any]:
+    return {"model": model, "candidate": section}
+
+
+ADAPTERS = {"engine": {"lora": {"adapters": {"sql": "/adapters/sql"}}}}
+# What is said, of which settings besides, of which further models.
+CANDIDATES: list[tuple[str, dict[str, Any], tuple[dict[str, Any], ...]]] = [
+    ("candidate.of of n is z, which is no model here; there are ['m', 'n']", {}, (candidate("n", of="z"),)),
+    ("candidate.of of n is n: it is no candidate of itself", {}, (candidate("n", of="n"),)),
+    ("is n, which is a candidate itself", {}, (candidate("n", of="m"), candidate("o", of="n"))),
+    ("candidates of m is 1.1 together", {}, (candidate("n", of="m", share=0.6), candidate("o", of="m", share=0.5))),
+    ("sql, which is no model here", ADAPTERS, (candidate("n", of="sql"),)),
+    (
+        "candidate.mirror of n sends copies in a class with fills_idle: true; there is none",
+        {"classes": {"standard": {}}},
+        (candidate("n", of="m", mirror=True),),
+    ),
+]
+
+
 # Settings, the path that is said to be wrong, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *((nested(path, 1), path, "not permitted") for path in ("nonsense", "engine.nonsense", "work.nonsense")),
@@ -82,6 +102,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *(({"bins": {"count": 2, "edges": e}}, "bins", "ascending") for e in ([0, 10], [0, 10, 5], [0, 10, 10])),
     ({"batches": {"keep_s": 3600, "max_window_s": 3600}}, "batches", "max_window_s"),
     ({"more_models": [{"model": "m"}]}, "", "must differ"),
+    *(({"more_models": list(more), **others}, "", said) for said, others, more in CANDIDATES),
+    ({"more_models": [candidate("n", of="m", share=1.1)]}, "more_models.0.candidate.share", "less than or equal to 1"),
+    ({"candidate": {"of": "n"}, "more_models": [{"model": "n"}]}, "candidate", "not permitted"),
     ({"vllm_args": ["--block-size", "16"], "engine": {"num_gpus": 0}}, "", "multiples of 32"),
     ({"vllm_args": ["--block_size=48"], "engine": {"num_gpus": 0}}, "", "multiples of 32"),
     # Classes and what goes by predicted work

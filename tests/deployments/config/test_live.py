@@ -74,6 +74,23 @@ def test_further_models_are_changed_in_their_places() -> None:
     )
 
 
+def test_how_much_a_candidate_gets_changes_live_and_what_it_may_succeed_does_not() -> None:
+    base = config(more_models=[{"model": "n", "candidate": {"of": "m"}}, {"model": "o"}])
+    more = {"share": 0.3, "mirror": True, "decide": "promote"}
+    changed = with_live(base, {"more_models": [{"candidate": more}, {}]}).more_models[0].candidate
+    assert changed is not None and changed.model_dump() == {"of": "m", **more}
+    for refused, place in ((({"candidate": {"of": "o"}}, {}), "[0].candidate.of"), (({}, {"candidate": {}}), "[1]")):
+        assert f"more_models{place}" in why_refused(base, {"more_models": list(refused)})
+    for share in (1.5, "much"):
+        assert "share" in why_refused(base, {"more_models": [{"candidate": {"share": share}}, {}]})
+
+
+def test_engines_are_not_restarted_for_what_is_said_of_a_candidate() -> None:
+    plain = config(more_models=[{"model": "n"}]).each_model()
+    asked = config(more_models=[{"model": "n", "candidate": {"of": "m", "share": 0.5}}]).each_model()
+    assert [configured_as(each) for each in plain] == [configured_as(each) for each in asked]
+
+
 @pytest.mark.parametrize(
     ("user_config", "said"),
     [

@@ -64,6 +64,13 @@ def test_names_and_numbers_stand_in_the_place_of_any() -> None:
     assert find(KEYS, "engine.gold.ttft_s") is None
 
 
+def test_keys_that_further_models_alone_have_stand_below_them() -> None:
+    assert key("more_models[1].candidate.share").is_live and not key("more_models[1].candidate.of").is_live
+    own = [each.path for each in KEYS if each.path.startswith("more_models[]")]
+    names = ("", ".of", ".share", ".mirror", ".decide")
+    assert own == [f"more_models[].candidate{name}" for name in names]
+
+
 def test_units_follow_from_names() -> None:
     units = {each.path: each.unit for each in KEYS}
     assert units["engine.drain_timeout_s"] == units["engine.scheduler.measure_s"] == "seconds"
