@@ -134,7 +134,9 @@ class HttpContext:
     may be unfinished. `abort` ends engine requests by their ids, in the front end and on their replicas; `is_over` says
     that no client is left to read the answer of another one. `model` is that of the last one, "" before; `trace_id` is
     of the client's trace, or of the one that began here. `trace` is None where it is not traced, `text_stream` where
-    all events are the front end's.
+    all events are the front end's. `drawn_by` is by what one of several versions of a model is drawn for it, "" before
+    its body is read; `served_by` is the one that answers, in a header's letters, "" where there is one alone. Those in
+    `when_over` are called with the status of the response once the exchange is over.
     """
 
     received_s: float
@@ -158,6 +160,9 @@ class HttpContext:
     model: str = ""
     trace: Trace | None = None
     text_stream: TextStream | None = None
+    drawn_by: str = ""
+    served_by: str = ""
+    when_over: list[Callable[[int], None]] = field(default_factory=list)
 
     def in_session(self) -> InSession | None:
         """Its first engine request is a turn of its session."""

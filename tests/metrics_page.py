@@ -19,6 +19,7 @@ from deployments.responses.metrics import exposition as exposition_of_responses
 from deployments.responses.store import Usage
 from deployments.serving import engine_metrics
 from predictor.metrics import PredictorMetrics
+from router.candidate_metrics import CandidateMetrics
 from router.exposition import shared_exposition
 from router.metrics import RouterMetrics, SplitMetrics
 from router.state_store import ReplicaLoad, Snapshot
@@ -83,6 +84,10 @@ def of_split() -> list[Row]:
     return _declared(vars(SplitMetrics(RouterMetrics().registry)).values())
 
 
+def of_candidates() -> list[Row]:
+    return _declared(vars(CandidateMetrics(RouterMetrics().registry)).values())
+
+
 def of_batches() -> list[Row]:
     return _declared(vars(BatchMetrics()).values())
 
@@ -125,7 +130,7 @@ def of_engines() -> list[Row]:
 
 def rows() -> list[Row]:
     """All that the page has."""
-    beside = [*of_keys(), *of_predictor(), *of_split(), *of_batches(), *of_responses()]
+    beside = [*of_keys(), *of_predictor(), *of_split(), *of_candidates(), *of_batches(), *of_responses()]
     return [*of_router(), *shared(), *of_engines(), *beside]
 
 
@@ -161,6 +166,7 @@ def page() -> str:
         "Of each router, where requests have API keys": of_keys(),
         "Of each router, with the learned predictor": of_predictor(),
         "Of routers, where prefill and decode may be on different replicas": of_split(),
+        "Of each router, of a candidate": of_candidates(),
         "Shared by all routers": shared(),
         "Of each engine replica": of_engines(),
         "Of batches, where there are any": of_batches(),

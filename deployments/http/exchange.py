@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 MOST_UNREAD_S = 600.0
 LOOK_EVERY_S = 30.0
 TASK_LEFT_HEADER = "X-Sluice-Task-Left-Ms"
+MODEL_HEADER = "X-Sluice-Model"  # which of several versions answers
 LEAVE_S = 5.0  # an application's time to notice that its client has left, before it is cancelled
 HELD_PIECES = 8  # of a stream's body: vLLM sends two before it asks the engine
 CLIENTS_WAIT_S = 120  # OpenAI's client tries again by Retry-After up to this, and never where it says more
@@ -191,6 +192,8 @@ class Exchange:
         headers["Server-Timing"] = ", ".join(f"{name};dur={s * 1e3:.2f}" for name, s in times)
         if (left_s := self._task_left_s) is not None:
             headers[TASK_LEFT_HEADER] = f"{1e3 * left_s:.0f}"
+        if self.context.served_by:
+            headers[MODEL_HEADER] = self.context.served_by
         if self._status == HTTPStatus.SERVICE_UNAVAILABLE:
             headers.setdefault("Retry-After", str(LATER_S))
         await self._send(start)
@@ -226,6 +229,8 @@ class Exchange:
             retry_after_s = LATER_S
         if retry_after_s is not None:
             response.headers["Retry-After"] = str(retry_after_s)
+        if self.context.served_by:
+            response.headers[MODEL_HEADER] = self.context.served_by
         self._start, self._is_over, self._status, self._error = None, True, response.status_code, why
         headers = response.raw_headers
         await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})

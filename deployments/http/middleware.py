@@ -67,7 +67,7 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN_PATHS or (path in PAGE_PATHS and scope["method"] in ("GET", "HEAD"))
 
 
-def _only_reads(path: str) -> bool:
+def only_reads(path: str) -> bool:
     """Whether the route tokenizes its body and asks no engine: other requests are charged when they are queued."""
     return path in READING_PATHS or path.endswith(("/render", "/derender"))
 
@@ -144,6 +144,8 @@ class SluiceMiddleware:
             if not await exchange.broke_off(error):
                 raise
         finally:
+            for told in context.when_over:
+                told(exchange.status)
             if path not in UNLOGGED_PATHS:
                 exchange.log(scope)
             if trace is not None:
@@ -161,7 +163,7 @@ class SluiceMiddleware:
             self._promise(headers, context, body)
             self._find_session(headers, context, body)
             exchange.stream_directly(stream_kind(path, body.fields))
-            if _only_reads(path):
+            if only_reads(path):
                 await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
             await exchange.serve(self._app, scope, replayed(body.content, receive))
 
@@ -214,6 +216,7 @@ class SluiceMiddleware:
         session = session_of(headers, body.session, context.tenant)
         context.task_s = task_s(headers, session, may_tighten=self._may_tighten(context))
         context.session = None if "answers" in body.fields else session  # several answers at once are no turn
+        context.drawn_by = session or context.request_id
 
     def _may_tighten(self, context: HttpContext) -> bool:
         """Without configured keys nothing tells one client from another, and each may ask for any targets."""

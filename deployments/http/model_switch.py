@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -15,9 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.in_process import Reply, after, ask, replayed
 from deployments.http.middleware import route_path
+from deployments.http.versions import Versions
 
 logger = logging.getLogger(__name__)
 MODELS_PATH = "/v1/models"
+NO_VERSIONS: Mapping[str, Versions] = MappingProxyType({})
 _OF_THE_BODY = (b"content-length", b"content-type")
 
 
@@ -32,7 +35,11 @@ class ModelSwitch:
     """`apps` by every name that clients may use, of models and of their adapters. A request without a known name goes
     to the first, which answers for itself: vLLM takes a missing name for its own model and answers 404 to another."""
 
-    def __init__(self, apps: Mapping[str, ASGIApp]) -> None:
+    def __init__(self, apps: Mapping[str, ASGIApp], versions: Mapping[str, Versions] = NO_VERSIONS) -> None:
+        """Args:
+        versions: of the models that have candidates, by name.
+        """
+        self._versions = versions
         self._by_name, self._apps = apps, list(dict.fromkeys(apps.values()))
         self._names = [next(name for name in apps if apps[name] is app) for app in self._apps]
         self._first = self._apps[0]
@@ -48,8 +55,11 @@ class ModelSwitch:
             await self._first(scope, receive, send)
         else:
             body, more = await _read(receive)
-            app = self._by_name.get(_name(body) or "", self._first)
-            await app(scope, replayed(body, more), send)
+            name = _name(body) or ""
+            if (versions := self._versions.get(name)) is not None:
+                await versions(scope, body, more, send)
+            else:
+                await self._by_name.get(name, self._first)(scope, replayed(body, more), send)
 
     async def _models(self, scope: Scope) -> Response:
         """Every model's own entry, but for those that answer with an error, under the headers of the first that does
