@@ -39,6 +39,7 @@ def tables(looked: Looked) -> "Group":
         table("Classes", CLASSES, class_rows(looked), "no classes"),
         table("Promises", PROMISES, promise_rows(looked), "none yet"),
         *_predictor(looked),
+        *_candidates(status),
         table("Replicas", REPLICAS, replica_rows(status), "no replica is there"),
         table("Parts", PARTS, part_rows(status), "none"),
         *_bins(status),
@@ -59,6 +60,10 @@ CLASSES = (
 PROMISES = (
     *("class", "first token missed", "its prediction off by", "time per token missed", "whole answer missed"),
     *("a token: promised", "planned", "in steps", "at the engine", "at the client"),
+)
+CANDIDATES = (
+    *("candidate", "of", "share", "in force", "verdict", "version", "requests", "promises missed", "failed"),
+    *("tokens of an answer", "whole answer", "copies left out"),
 )
 PREDICTOR = ("class", "model", "used", "nats better than the histogram", "right bin", "histogram's right bin")
 REPLICAS = (
@@ -135,6 +140,28 @@ def class_rows(looked: Looked) -> Iterator[Row]:
 def _total(looked: Looked, metric: str, slo_class: str, **labels: str) -> float:
     wanted = {"slo_class": slo_class, **labels}.items()
     return sum(value for name, found, value in looked.metrics if name == metric and wanted <= found.items())
+
+
+def _candidates(status: Mapping[str, Any]) -> list[Any]:
+    """Its table, where there is one."""
+    rows = list(candidate_rows(status))
+    return [table("Candidates", CANDIDATES, rows, "")] if rows else []
+
+
+def candidate_rows(status: Mapping[str, Any]) -> Iterator[Row]:
+    """What is compared of each candidate and its incumbent, and what follows."""
+    for each in status.get("candidates", ()):
+        copies = " in copies" if each["mirror"] else ""
+        words = [each[name].replace("_", " ") for name in ("in_force", "verdict")]
+        head = (each["model"], each["of"], f"{percent(each['share'])}{copies}", *words)
+        yield (*head, "candidate", *_of_version(each["candidate"]), number(each["copies_left_out"]))
+        yield ("", "", "", "", "", "incumbent", *_of_version(each["incumbent"]), "")
+
+
+def _of_version(told: Mapping[str, Any]) -> Row:
+    missed = _mean(told["missed"], told["kept"] + told["missed"])
+    means = (number(told["mean_output_tokens"], 1), seconds(told["mean_whole_s"]))
+    return (number(told["requests"]), percent(missed), number(told["failed"]), *means)
 
 
 def _predictor(looked: Looked) -> list[Any]:

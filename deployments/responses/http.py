@@ -1,6 +1,7 @@
 """OpenAI's routes of stored responses, in front of vLLM's application: any router answers for all of them."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -67,6 +68,25 @@ class ResponsesApi:
             return None
         tenant = asking_tenant()
         return await call(self._store, Place.of_key(tenant.name if tenant else None, request.path_params["id"]))
+
+
+async def model_of(store: ResponseStore | None, response_id: str) -> str | None:
+    """The model that made a response of the asking key; None where it is not known: it is not stored, or Redis is away,
+    of which the request that asks hears by itself."""
+    if store is None:
+        return None
+    tenant = asking_tenant()
+    with contextlib.suppress(StateStoreError):
+        stored = await store.get(Place.of_key(tenant.name if tenant else None, response_id))
+        if stored is not None:
+            large = len(stored.response) >= IN_A_THREAD_BYTES
+            return await asyncio.to_thread(_made_by, stored.response) if large else _made_by(stored.response)
+    return None
+
+
+def _made_by(response: bytes) -> str | None:
+    made_by = json.loads(response).get("model")
+    return made_by if isinstance(made_by, str) else None
 
 
 async def _answer(request: Request, stored: Stored | None) -> Response:

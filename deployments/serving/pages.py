@@ -18,6 +18,7 @@ from deployments.http.page import PAGE_PATHS, page
 from deployments.responses.metrics import exposition
 from deployments.responses.store import ResponseStore
 from deployments.serving.batch_runner import RemoteRunner
+from deployments.serving.candidates import Candidates
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.shared_call import SharedCall
 from deployments.serving.user_config import UserConfig
@@ -39,13 +40,14 @@ class Pages:
         self,
         front_ends: Sequence[FrontEnd],
         user_config: UserConfig,
+        candidates: Candidates,
         batches: RemoteRunner | None,
         responses: ResponseStore | None,
     ) -> None:
         """Args:
         batches, responses: None where there are none.
         """
-        self._front_ends, self._user_config = front_ends, user_config
+        self._front_ends, self._user_config, self._candidates = front_ends, user_config, candidates
         self._batches, self._responses = batches, responses
         self._exposition = SharedCall(self._merged, METRICS_FRESH_S, MonotonicClock())
 
@@ -94,7 +96,8 @@ class Pages:
             "in_force": self._user_config.in_force.now.user_config,
             "refused": self._user_config.refused,
         }
-        of_all = {"more_models": others, **batches, "user_config": user_config, "answered_by": answered_by}
+        beside = {"more_models": others, "candidates": self._candidates.status()}
+        of_all = {**beside, **batches, "user_config": user_config, "answered_by": answered_by}
         return JSONResponse({**first, **of_all})
 
     async def unkept(self, request: Request) -> Response:

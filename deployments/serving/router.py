@@ -94,7 +94,8 @@ class Router:
         front_ends = self._service.front_ends
         loads = await asyncio.gather(*(front_end.load() for front_end in front_ends))
         pairs = zip(front_ends, loads, strict=True)
-        return {name: load for front_end, load in pairs for name in front_end.names}
+        found = {name: load for front_end, load in pairs for name in front_end.names}
+        return {**found, **{of: found[name] for of, name in self._service.candidates.promoted.items()}}
 
     def check_health(self) -> None:
         """Ray Serve replaces the router for which it raises: one that fails at once would draw all requests to it."""

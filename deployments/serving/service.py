@@ -24,9 +24,10 @@ from deployments.http.promises import Promises
 from deployments.http.traces import HttpTraces
 from deployments.process.tracing import started_tracing
 from deployments.responses.background import BackgroundResponses
-from deployments.responses.http import ResponsesApi
+from deployments.responses.http import ResponsesApi, model_of
 from deployments.responses.store import ResponseStore
 from deployments.serving.batch_runner import RemoteRunner, storage_of
+from deployments.serving.candidates import Candidates, candidates, copies_of
 from deployments.serving.first_replica import wake_of
 from deployments.serving.front_end import FrontEnd, request_limits
 from deployments.serving.front_end_start import opened_front_end, router_metrics
@@ -49,11 +50,13 @@ class Service:
         app: what clients reach.
         middleware: what requests of this process's own go through.
         front_ends: of every model, the first one's metrics speak for the process.
+        candidates: those of them that may succeed another.
     """
 
     app: ASGIApp
     middleware: SluiceMiddleware
     front_ends: Sequence[FrontEnd]
+    candidates: Candidates
     keys: KeyRing
     user_config: UserConfig
 
@@ -137,12 +140,14 @@ async def _assembled(
     traces: HttpTraces | None,
 ) -> Service:
     """Out of parts that are open."""
-    user_config = UserConfig(in_force, keys, front_ends, background)
-    pages = Pages(front_ends, user_config, batches, None if responses is None else responses.store)
+    beside = candidates(in_force, front_ends)
+    user_config = UserConfig(in_force, keys, front_ends, beside, background)
+    store = None if responses is None else responses.store
+    pages = Pages(front_ends, user_config, beside, batches, store)
     cors = [await _finished(front_end.app, pages) for front_end in front_ends]
     _keep_from_collections()
     middleware = SluiceMiddleware(
-        _application(in_force.now.config, front_ends, batches, background, responses),
+        _application(in_force, front_ends, beside, batches, background, store),
         bodies=RequestBodies(in_force.view(partial(_body_limits, front_ends))),
         promises=in_force.view(_promises),
         keys=keys,
@@ -153,6 +158,7 @@ async def _assembled(
         app=CORSMiddleware(middleware, **cors[0]),
         middleware=middleware,
         front_ends=front_ends,
+        candidates=beside,
         keys=keys,
         user_config=user_config,
     )
@@ -194,22 +200,25 @@ def _keep_from_collections() -> None:
 
 
 def _application(
-    config: AppConfig,
+    in_force: Live[InForce],
     front_ends: Sequence[FrontEnd],
+    beside: Candidates,
     batches: RemoteRunner | None,
     background: BackgroundTasks,
-    responses: BackgroundResponses | None,
+    store: ResponseStore | None,
 ) -> ASGIApp:
     """All models behind one address, with the routes of what outlives a request."""
+    config = in_force.now.config
     apps = {name: front_end.app for front_end in front_ends for name in front_end.names}
-    app: ASGIApp = ModelSwitch(apps) if len(front_ends) > 1 else front_ends[0].app
+    versions = beside.versions(front_ends, partial(model_of, store), copies_of(in_force, background))
+    app: ASGIApp = ModelSwitch(apps, versions) if len(front_ends) > 1 else front_ends[0].app
     if batches is None:
         app = no_batch_api(app)
     else:
         paths = {path for each in apps.values() for route in each.routes if (path := getattr(route, "path", None))}
         look = partial(_spawn_look, background, batches)
         app = BatchApi(app, config.batches, storage_of(config.batches), paths, look, batches.troubles)
-    return ResponsesApi(app, None if responses is None else responses.store)
+    return ResponsesApi(app, store)
 
 
 def _spawn_look(background: BackgroundTasks, runner: RemoteRunner) -> None:

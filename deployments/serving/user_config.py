@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from deployments.config.live import with_live
 from deployments.http.keys import RELOAD_S, KeyRing
 from deployments.process.logs import log_by
+from deployments.serving.candidates import Candidates
 from deployments.serving.front_end import FrontEnd
 from deployments.serving.live_settings import InForce
 from policies.errors import ConfigError, StateStoreError
@@ -25,13 +26,19 @@ class UserConfig:
     """
 
     def __init__(
-        self, in_force: Live[InForce], keys: KeyRing, front_ends: Sequence[FrontEnd], background: BackgroundTasks
+        self,
+        in_force: Live[InForce],
+        keys: KeyRing,
+        front_ends: Sequence[FrontEnd],
+        candidates: Candidates,
+        background: BackgroundTasks,
     ) -> None:
         """Args:
         background: reads the keys again from time to time.
         """
         self.in_force, self._begun = in_force, in_force.now.config
         self._keys, self._front_ends, self._background = keys, front_ends, background
+        self._candidates = candidates
         self.refused: str | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -80,6 +87,7 @@ class UserConfig:
                 await front_end.announcer.tell()
             except StateStoreError as error:
                 logger.warning("engines of %s are told when the shared state is back: %s", front_end.name, error)
+        await self._candidates.exchange()
 
     async def _use_keys(self, classes: Collection[str]) -> None:
         """Raises ConfigError when keys name other classes; at the start also what keeps them from being read."""

@@ -18,6 +18,7 @@ from deployments.command.status_tables import (
     Looked,
     batch_rows,
     bin_rows,
+    candidate_rows,
     class_rows,
     number,
     off_rows,
@@ -158,6 +159,19 @@ def test_a_class_has_its_missed_targets_and_its_mean_times_per_token() -> None:
         ("chat", "0.0 %", "20.0 %", "25.0 %", "0.0 %", "50 ms", "25 ms", "25 ms", "75 ms", "100 ms"),
         ("free", "0.0 %", "–", "0.0 %", "100.0 %", "–", "–", "–", "–", "–"),
     ]
+
+
+def test_candidates_are_shown_beside_their_incumbents() -> None:
+    counts = {"requests": 40, "kept": 30, "missed": 10, "failed": 2, "mean_output_tokens": 60.25, "mean_whole_s": 1.5}
+    nothing = dict.fromkeys(counts, 0) | {"mean_output_tokens": None, "mean_whole_s": None}
+    told = {"model": "n", "of": "m", "share": 0.05, "in_force": "wait", "verdict": "roll_back", "copies_left_out": 3}
+    candidates = [{**told, "mirror": mirror, "candidate": counts, "incumbent": nothing} for mirror in (False, True)]
+    first, incumbent, copied, _ = candidate_rows({"candidates": candidates})
+    shown = ("candidate", "40", "25.0 %", "2", "60.2", "1.50 s", "3")
+    assert first == ("n", "m", "5.0 %", "wait", "roll back", *shown)
+    assert incumbent == ("", "", "", "", "", "incumbent", "0", "–", "0", "–", "–", "")
+    assert copied[2] == "5.0 % in copies"
+    assert list(candidate_rows({})) == [], "of an application of an earlier version"
 
 
 def test_what_is_off_is_said_once_with_its_replicas() -> None:

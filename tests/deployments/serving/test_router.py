@@ -21,6 +21,7 @@ from deployments.batches.runner import OpenBatches, Troubles
 from deployments.config.application import AppConfig
 from deployments.http.keys import digest
 from deployments.serving import service
+from deployments.serving.candidates import Candidates
 from deployments.serving.live_settings import InForce
 from deployments.serving.pages import Pages
 from deployments.serving.router import Router
@@ -209,7 +210,7 @@ async def test_a_router_that_redis_refuses_says_so_before_it_starts_anything(mak
 
 
 def pages(*front_ends: Any) -> Pages:
-    return Pages(front_ends, SimpleNamespace(), None, None)  # type: ignore[arg-type]
+    return Pages(front_ends, SimpleNamespace(), Candidates([]), None, None)  # type: ignore[arg-type]
 
 
 async def test_many_who_ask_for_the_metrics_at_once_cost_one_page() -> None:
