@@ -13,6 +13,7 @@ import yaml
 from deployments.batches.metrics import BatchMetrics
 from deployments.config.application import AppConfig
 from deployments.serving.engine_metrics import engine_exposition
+from router.candidate_metrics import CandidateMetrics
 from router.exposition import shared_exposition
 from router.metrics import RouterMetrics, SplitMetrics
 from router.state_store import ReplicaLoad, Snapshot
@@ -35,6 +36,7 @@ def _metric_names() -> set[str]:
     metrics.keys.ended("team", "stop")
     metrics.keys.took("team", 1, 1)
     SplitMetrics(metrics.registry)
+    CandidateMetrics(metrics.registry)
     load = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
     shared = shared_exposition(Snapshot(lanes={}, replicas={"r": load}, routers=1)).decode()
     moved = ("kv_transfers", "kv_transfer_seconds", "kv_transfer_bytes", "kv_transfer_failures", "kv_expired")

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +20,7 @@ from policies.router.candidate import (
     verdict,
 )
 
+GUIDE = Path(__file__).parents[3] / "docs/guides/canary.md"
 LOOK_EVERY = 20  # requests of both, so often that a test for one look would be wrong in time
 
 
@@ -141,6 +143,32 @@ def test_a_larger_count_of_kept_promises_never_brings_a_roll_back(
     before, missed = counts(*incumbent), candidate[0]
     if verdict(before, counts(missed, kept=200)) is not Verdict.ROLL_BACK:
         assert verdict(before, counts(missed, kept=400)) is not Verdict.ROLL_BACK
+
+
+@pytest.mark.parametrize(
+    ("incumbent", "candidate", "said", "requests"),
+    [
+        (0.02, 0.3, Verdict.ROLL_BACK, 30),
+        (0.1, 0.2, Verdict.ROLL_BACK, 550),
+        (0.05, 0.1, Verdict.ROLL_BACK, 2600),
+        (0.01, 0.01, Verdict.PROMOTE, 3100),
+        (0.05, 0.05, Verdict.PROMOTE, 4500),
+    ],
+)
+def test_it_takes_as_many_requests_as_the_guide_says(
+    incumbent: float, candidate: float, said: Verdict, requests: int
+) -> None:
+    """With counts as they are in the mean, and one in twenty for the candidate."""
+    assert f"{requests:,}".replace(",", " ") in GUIDE.read_text()
+
+    def of(asked: int, rate: float) -> VersionCounts:
+        return counts(missed=round(rate * asked), kept=asked - round(rate * asked))
+
+    def said_after(asked: int) -> Verdict:
+        return verdict(of(19 * asked, incumbent), of(asked, candidate))
+
+    least = next(asked for asked in range(10, 10_000, 10) if said_after(asked) is said)
+    assert least == pytest.approx(requests, rel=0.05)
 
 
 @pytest.mark.parametrize("wrong", [{"kept": -1}, {"requests": 1, "kept": 2}])
