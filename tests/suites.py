@@ -130,10 +130,14 @@ SUITES = (
     ),
     Suite(
         "models",
-        "several models in one application: keys, credit, autoscaling, gangs; one from zero",
-        ("tests/integration/several_models", "tests/integration/test_from_zero.py"),
+        "several models in one application: keys, credit, autoscaling, gangs, candidates; one from zero",
+        (
+            "tests/integration/several_models",
+            "tests/integration/test_candidates.py",
+            "tests/integration/test_from_zero.py",
+        ),
         (*SERVING, "policies/router/", "policies/gang/"),
-        7.0,
+        9.0,
     ),
     Suite(
         "servers",
