@@ -68,8 +68,14 @@ class ProcessPage:
         return self._page
 
 
-def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = None, pool: str = "") -> bytes:
-    """The state shared by all routers, as gauges; `pool` and `labels` as in RouterMetrics."""
+def shared_exposition(
+    snapshot: Snapshot, labels: Mapping[str, str] | None = None, pool: str = "", *, may_be_none: bool = False
+) -> bytes:
+    """The state shared by all routers, as gauges; `pool` and `labels` as in RouterMetrics.
+
+    Args:
+        may_be_none: the last replica ends where no request comes.
+    """
     registry = CollectorRegistry()
     namespace = f"sluice_{pool}" if pool else "sluice"
 
@@ -98,6 +104,8 @@ def shared_exposition(snapshot: Snapshot, labels: Mapping[str, str] | None = Non
     for name, meaning, value_of in _OF_REPLICAS:
         gauge(name, meaning, {(each,): value_of(load) for each, load in snapshot.replicas.items()}, "replica")
     gauge("routers", "Routers alive.", {(): snapshot.routers})
+    missing = not snapshot.replicas and (snapshot.asked or not may_be_none)
+    gauge("replica_missing", "1 where no replica is there and one is needed, else 0.", {(): missing})
     return page(registry, labels or {})
 
 

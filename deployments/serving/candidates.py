@@ -21,6 +21,7 @@ import msgspec
 from deployments.config.application import AppConfig
 from deployments.config.candidate import CandidateSection, idle_class
 from deployments.config.model import ModelSection
+from deployments.config.scaling import may_be_none
 from deployments.http.copies import Copies, CopyTerms
 from deployments.http.trials import Run, Tally, Trial
 from deployments.http.versions import MadeBy, Versions
@@ -249,7 +250,7 @@ def candidates(in_force: Live[InForce], front_ends: Sequence[FrontEnd]) -> Candi
         section = in_force.view(partial(_section, number))
         metrics = CandidateMetrics(front_end.metrics.registry)
         answering = front_end.clients.answering
-        has_engines = partial(_has_engines, answering)
+        has_engines = partial(_has_engines, answering, none_needed=may_be_none(model.engine))
         trial = Trial(front_end.name, model.candidate.of, front_end.app, section, metrics, has_engines)
         jury = Jury(trial, model, front_end.store, front_end.router_id, begun.router.silence_s)
         answering.repeat(jury.exchange, "candidate")
@@ -257,8 +258,9 @@ def candidates(in_force: Live[InForce], front_ends: Sequence[FrontEnd]) -> Candi
     return Candidates(juries)
 
 
-def _has_engines(client: RoutedClient[Any, Any]) -> bool:
-    return bool(client.snapshot.replicas)
+def _has_engines(client: RoutedClient[Any, Any], *, none_needed: bool) -> bool:
+    """Or one starts when a request comes."""
+    return none_needed or bool(client.snapshot.replicas)
 
 
 def _section(number: int, in_force: InForce) -> CandidateSection:

@@ -132,7 +132,8 @@ class FrontEnd:
             pages = list(of_routers.values())
             if self.router_id not in of_routers:
                 pages.append(self.metrics.exposition())
-            pages.append(shared_exposition(await self.store.snapshot(), of_model))
+            none = may_be_none(self.config.engine)
+            pages.append(shared_exposition(await self.store.snapshot(), of_model, may_be_none=none))
             pages.append(engine_exposition(await self.clients.routed.statuses(), of_model))
             if reading_store is not None:
                 pages.append(shared_exposition(await reading_store.snapshot(), of_model, "prefill"))

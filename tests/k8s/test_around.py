@@ -133,15 +133,21 @@ def test_thresholds_are_those_of_values_and_the_runbook_names_them(helm4: Helm4)
     assert all(a["annotations"]["runbook_url"].startswith("https://runbooks.example.org/sluice#sluice") for a in alerts)
 
 
-def test_a_model_without_engines_has_routers_and_no_series_of_replicas(rendered: dict[str, str]) -> None:
-    """Which is how its alert tells it from one whose engines are idle."""
+def test_a_model_whose_engines_are_missing_is_told_from_one_that_is_idle_or_needs_none(
+    rendered: dict[str, str],
+) -> None:
     (expression,) = [rule["expr"] for rule in _alerts(rendered) if rule["alert"] == "SluiceNoEngine"]
-    there, missing = re.findall(r"\bsluice_\w+", expression)
-    idle = ReplicaLoad(slots=1, running=0, outstanding_s=0.0)
-    for replicas in ({}, {"r": idle}):
-        page = shared_exposition(Snapshot(replicas=replicas, routers=1)).decode()
-        assert re.search(rf"^{there} 1", page, re.MULTILINE)
-        assert bool(re.search(rf"^{missing}{{", page, re.MULTILINE)) == bool(replicas)
+    (missing,) = re.findall(r"\bsluice_\w+", expression)
+    idle = {"r": ReplicaLoad(slots=1, running=0, outstanding_s=0.0)}
+
+    def fires(snapshot: Snapshot, *, may_be_none: bool) -> bool:
+        page = shared_exposition(snapshot, may_be_none=may_be_none).decode()
+        return bool(re.search(rf"^{missing} 1", page, re.MULTILINE))
+
+    assert fires(Snapshot(), may_be_none=False)
+    assert fires(Snapshot(asked=True), may_be_none=True)
+    assert not fires(Snapshot(), may_be_none=True)
+    assert not any(fires(Snapshot(replicas=idle), may_be_none=each) for each in (False, True))
 
 
 def test_routers_without_redis_are_told_from_routers_that_do_not_report(rendered: dict[str, str]) -> None:
