@@ -129,6 +129,7 @@ FAULTS = (
     Fault("a worker cut off for 5 s", lambda c: cut(c.workers[0]), 5.0),
     Fault("a worker cut off for 30 s", lambda c: cut(c.workers[0]), 30.0, after_s=LATE_S),
     Fault("a worker cut off for 60 s", lambda c: cut(c.workers[0]), 60.0, after_s=LATE_S),
+    Fault("a worker cut off for 120 s", lambda c: cut(c.workers[0]), 120.0, after_s=LATE_S),
     Fault("a router cut off from Redis for 30 s", lambda c: c.workers[0].cut_from(c.redis), 30.0),
     Fault("two workers cut off from each other for 30 s", lambda c: c.workers[0].cut_from(c.workers[1]), 30.0),
     Fault("one way between two workers gone for 30 s", one_way, 30.0),

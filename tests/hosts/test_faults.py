@@ -19,6 +19,7 @@ NOTHING_ENDS = (
     "two workers cut off from each other for 30 s",
     "one way between two workers gone for 30 s",
 )
+LONG_CUT = "a worker cut off for 120 s"
 CUTS = ("a worker cut off for 30 s", "a worker cut off for 60 s")
 LOSSES = ("power loss of a worker, asked through the head", "power loss of a worker, asked through the other")
 PLANNED = (
@@ -64,6 +65,12 @@ def test_a_worker_without_power_is_replaced_when_it_is_back(trial: Trial, name: 
     others = {replica for replica in replicas(trial) if replica.host != lost.name}
     check_that_streams_of_one_router_break_at_most(undergone(trial, BY_NAME[name]))
     assert others <= replicas(trial)
+
+
+def test_a_worker_that_was_cut_off_for_two_minutes_breaks_what_was_its_own_before_and_after(trial: Trial) -> None:
+    """Ray takes it for dead about when it is back: its streams broke at the cut, and what it was given since may too."""
+    made = undergone(trial, BY_NAME[LONG_CUT])
+    assert made.broken <= 2 * STREAMS * 3 / 4, made
 
 
 def check_that_streams_of_one_router_break_at_most(made: Outcome) -> None:
