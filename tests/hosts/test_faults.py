@@ -68,7 +68,7 @@ def test_a_worker_without_power_is_replaced_when_it_is_back(trial: Trial, name: 
 
 
 def test_a_worker_that_was_cut_off_for_two_minutes_breaks_what_was_its_own_before_and_after(trial: Trial) -> None:
-    """Ray takes it for dead about when it is back: its streams broke at the cut, and what it was given since may too."""
+    """Ray takes it for dead about when it is back: its streams broke at the cut, and those that it got since may."""
     made = undergone(trial, BY_NAME[LONG_CUT])
     assert made.broken <= 2 * STREAMS * 3 / 4, made
 
