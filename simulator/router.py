@@ -13,7 +13,7 @@ from itertools import count
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.router.admission import ClassLimits, Refusal
+from policies.router.admission import ClassLimits, Limits, Refusal
 from policies.router.autoscale import FleetState
 from policies.router.completion import Due, MeanCost, due
 from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
@@ -22,6 +22,7 @@ from policies.router.ledger import Place
 from policies.router.multi_bin import MultiBin
 from policies.router.order import Band, IdleOrder, Order, banded, deadline_keys
 from policies.router.placement import Placement, soonest_first_token, work_s
+from policies.router.promised_scale import Ratios
 from policies.router.tickets import Reading, ReplicaTerms, Ticket
 from policies.types import StepTimes
 from simulator.core import Event, Kind
@@ -32,6 +33,7 @@ _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
 _DEFAULT_OUTPUT_TOKENS = 256.0
 SHARED_BATCH_SIZE = 32
+_NO_LIMITS = Limits(max_waiting=_UNLIMITED_SLOTS)
 _SHORT_OF_PREDICTED = 0.5  # as live routers take it without quantiles
 
 
@@ -123,6 +125,8 @@ class Router:
         self._timers: list[Event] = []
         self._costs = MeanCost()
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
+        self.ratios: Ratios | None = None  # without one nothing is noted for scaling by promises
+        self.arrived_s = 0.0  # predicted seconds of all work that came since
 
     def state(self) -> FleetState:
         """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
@@ -141,6 +145,10 @@ class Router:
 
     def waiting_of(self, slo_class: str) -> int:
         return self._lanes.waiting[slo_class]
+
+    def holds(self, replica_id: str) -> int:
+        """Requests that a replica has and has not ended."""
+        return self._engines[replica_id].holds
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
@@ -171,6 +179,7 @@ class Router:
             request.class_index = self._class_index.get(ticket.slo_class, 0)
         if self._may_not_wait(ticket, now_s):
             return [*self._refuse(request, now_s)]
+        self._note_need(request, ticket, now_s)
         self._dispatcher.queue(ticket, now_s)
         if self.config.batches is not None:
             # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
@@ -189,6 +198,36 @@ class Router:
             spare_s = ticket.deadline_s - now_s - least_reading_s
         asked = limits.of(spare_s, has_key=bool(ticket.api_key))
         return isinstance(self._dispatcher.wait_s(ticket, asked), Refusal)
+
+    def _note_need(self, request: Request, ticket: Ticket, now_s: float) -> None:
+        """Before it is queued, as routers do for scaling by promises."""
+        if self.ratios is None or ticket.fills_idle:
+            return
+        self.arrived_s += ticket.work_s
+        if request.promised_ttft_s < math.inf:
+            ratio = self._first_token_s(ticket, now_s) / request.promised_ttft_s
+            self.ratios.note(now_s, ticket.slo_class, "ttft_s", ratio)
+
+    def _note_ratios(self, request: Request, now_s: float) -> None:
+        """Of one that ended."""
+        if self.ratios is None:
+            return
+        took = {
+            "tpot_s": (request.tpot_s, request.promised_tpot_s),
+            "e2e_s": (request.latency_s, request.promised_e2e_s),
+        }
+        for kind, (seconds, promised_s) in took.items():
+            if seconds is not None and promised_s < math.inf:
+                self.ratios.note(now_s, request.slo_class or "", kind, seconds / promised_s)
+
+    def _first_token_s(self, ticket: Ticket, now_s: float) -> float:
+        """Seconds until then, as predicted before it is queued."""
+        self._tell_offers(now_s)
+        wait_s = self._dispatcher.wait_s(ticket, _NO_LIMITS)
+        assert not isinstance(wait_s, Refusal), "without limits everything may wait"
+        offers = [each.offer(ticket) for each in self._dispatcher.ledger.serving(ticket.slo_class) if each.slots]
+        ahead = 0 if wait_s else 1  # by its turn what is ahead has been read
+        return wait_s + min((ahead * each.ahead_s + each.reading_s + each.step_s for each in offers), default=0.0)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""
@@ -332,6 +371,7 @@ class Router:
             if replica is not None and request in self._ids:
                 replica.note_read(self._ids[request])
         for request in requests:
+            self._note_ratios(request, now_s)
             self._forget(request)
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)
