@@ -40,7 +40,7 @@ _AT_FIRST = 4  # replicas, for every rule
 SHARES = (0.95, 0.97, 0.98)
 # slot_use and downscale_delay_s: the best of slot_use from 0.35 to 0.8 by delays from 20 to 300 s, for one seed.
 _BY_WORK = ((0.35, 300.0), (0.42, 300.0), (0.5, 60.0), (0.65, 300.0))
-_RATIOS, _DOWNSCALE_S = (1.0, 1.15, 1.3, 1.6, 2.0), 60.0
+_RATIOS, _DOWNSCALE_S = (1.0, 1.3, 1.6, 2.0), 60.0
 WORK, PROMISES = "by work", "by promises"
 
 
