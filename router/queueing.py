@@ -145,6 +145,7 @@ class Queueing(Generic[RequestT]):
             serving = {info.replica_id for info in infos if info.takes(entry.slo_class)}
             loads = {each: load for each, load in self.snapshot.replicas.items() if each in serving}
             entry.foreseen = foreseen(entry.ticket, wait_s, replica_id, loads)
+            self._accounting.foreseen(entry)
 
     async def _into_a_store(self, entry: Entry[RequestT], limits: Limits) -> Queued | Refusal:
         """The shared one; while it is away our own, if a replica is connected: then it has less time to answer.

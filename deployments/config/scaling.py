@@ -1,6 +1,6 @@
 """Groups of replicas that follow the load."""
 
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -27,12 +27,25 @@ class ScalingSection(Section):
 
 
 class AutoscalingSection(ScalingSection):
-    """Shared engine replicas follow the predicted work."""
+    """Shared engine replicas follow the predicted work, or what was promised."""
 
+    by: Literal["work", "promises"] = "work"
+    """What tells how many are enough: `work`, slots in use and seconds that wait, or `promises`, which starts replicas
+    before promises would break by the forecast of the traffic."""
     slot_use: float = Field(default=0.8, gt=0, lt=1)
     """The fraction of all slots that should be in use."""
     max_queue_s: Seconds = 5.0
     """The longest time that the requests in the queue should take, by prediction."""
+    most_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """By `promises`, what the 90th percentile of predicted over promised times of a minute may be, in the class that is
+    worst off."""
+
+    @model_validator(mode="after")
+    def _sets_what_it_goes_by(self) -> Self:
+        unheeded = {"most_ratio"} if self.by == "work" else {"slot_use", "max_queue_s"}
+        if found := sorted(unheeded & self.model_fields_set):
+            raise ValueError(f"{', '.join(found)} does not count by: {self.by}: leave it out")
+        return self
 
 
 class RouterAutoscalingSection(ScalingSection):

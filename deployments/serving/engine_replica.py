@@ -208,7 +208,8 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
-        return fleet_stats(await self._store.snapshot())
+        snapshot, needs = await asyncio.gather(self._store.snapshot(), self._store.published("need"))
+        return fleet_stats(snapshot, needs.values())
 
     def check_health(self) -> None:
         if not all(relay.healthy for relay in self._relays):
