@@ -11,10 +11,11 @@ from functools import partial
 
 from policies.checks import require_at_least, require_order, require_positive
 from policies.router.autoscale import ReplicasForWork, ReplicasForWorkConfig
-from policies.router.promised_scale import PromisedState, Ratios, ReplicasForPromises, ReplicasForPromisesConfig
+from policies.router.promised_scale import PromisedState, ReplicasForPromises, ReplicasForPromisesConfig
 from simulator.core import Event, Kind
 from simulator.engine import Engine
 from simulator.router import Router
+from simulator.scale_need import ScaleNeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Fleet:
         self._by_work = autoscale.by_work() if autoscale else None
         self._by_promises = autoscale.by_promises() if autoscale else None
         if self._by_promises is not None:
-            router.ratios = Ratios()
+            router.need = ScaleNeed()
         self._more, self._since_s = 0, 0.0
 
     def start(self, replicas: int, slo_classes: tuple[frozenset[str] | None, ...] = ()) -> list[Event]:
@@ -163,8 +164,8 @@ class Fleet:
         return events
 
     def _choose(self, now_s: float) -> int:
-        state = self._router.state()
-        if self._by_promises is None or self._router.ratios is None:
+        state, need = self._router.state(), self._router.need
+        if self._by_promises is None or need is None:
             assert self._by_work is not None
             return self._by_work.choose(state)
         return self._by_promises.choose(
@@ -172,9 +173,9 @@ class Fleet:
                 now_s=now_s,
                 replicas=state.replicas,
                 starting=self._starting,
-                arrived_s=self._router.arrived_s,
+                arrived_s=need.arrived_s,
                 waiting_s=state.waiting_s,
-                ratio=self._router.ratios.worst(now_s),
+                ratio=need.ratios.worst(now_s),
             )
         )
 

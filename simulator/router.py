@@ -22,12 +22,12 @@ from policies.router.ledger import Place
 from policies.router.multi_bin import MultiBin
 from policies.router.order import Band, IdleOrder, Order, banded, deadline_keys
 from policies.router.placement import Placement, soonest_first_token, work_s
-from policies.router.promised_scale import Ratios
 from policies.router.tickets import Reading, ReplicaTerms, Ticket
 from policies.types import StepTimes
 from simulator.core import Event, Kind
 from simulator.engine import Engine
 from simulator.requests import Request
+from simulator.scale_need import ScaleNeed
 
 _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
@@ -125,8 +125,7 @@ class Router:
         self._timers: list[Event] = []
         self._costs = MeanCost()
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
-        self.ratios: Ratios | None = None  # without one nothing is noted for scaling by promises
-        self.arrived_s = 0.0  # predicted seconds of all work that came since
+        self.need: ScaleNeed | None = None  # where replicas are scaled by promises
 
     def state(self) -> FleetState:
         """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
@@ -200,34 +199,12 @@ class Router:
         return isinstance(self._dispatcher.wait_s(ticket, asked), Refusal)
 
     def _note_need(self, request: Request, ticket: Ticket, now_s: float) -> None:
-        """Before it is queued, as routers do for scaling by promises."""
-        if self.ratios is None or ticket.fills_idle:
-            return
-        self.arrived_s += ticket.work_s
-        if request.promised_ttft_s < math.inf:
-            ratio = self._first_token_s(ticket, now_s) / request.promised_ttft_s
-            self.ratios.note(now_s, ticket.slo_class, "ttft_s", ratio)
-
-    def _note_ratios(self, request: Request, now_s: float) -> None:
-        """Of one that ended."""
-        if self.ratios is None:
-            return
-        took = {
-            "tpot_s": (request.tpot_s, request.promised_tpot_s),
-            "e2e_s": (request.latency_s, request.promised_e2e_s),
-        }
-        for kind, (seconds, promised_s) in took.items():
-            if seconds is not None and promised_s < math.inf:
-                self.ratios.note(now_s, request.slo_class or "", kind, seconds / promised_s)
-
-    def _first_token_s(self, ticket: Ticket, now_s: float) -> float:
-        """Seconds until then, as predicted before it is queued."""
-        self._tell_offers(now_s)
-        wait_s = self._dispatcher.wait_s(ticket, _NO_LIMITS)
-        assert not isinstance(wait_s, Refusal), "without limits everything may wait"
-        offers = [each.offer(ticket) for each in self._dispatcher.ledger.serving(ticket.slo_class) if each.slots]
-        ahead = 0 if wait_s else 1  # by its turn what is ahead has been read
-        return wait_s + min((ahead * each.ahead_s + each.reading_s + each.step_s for each in offers), default=0.0)
+        if self.need is not None:
+            self._tell_offers(now_s)
+            wait_s = self._dispatcher.wait_s(ticket, _NO_LIMITS)
+            assert not isinstance(wait_s, Refusal), "without limits everything may wait"
+            offers = [each.offer(ticket) for each in self._dispatcher.ledger.serving(ticket.slo_class) if each.slots]
+            self.need.queued(request, ticket, wait_s, offers, now_s)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""
@@ -371,7 +348,8 @@ class Router:
             if replica is not None and request in self._ids:
                 replica.note_read(self._ids[request])
         for request in requests:
-            self._note_ratios(request, now_s)
+            if self.need is not None:
+                self.need.ended(request, now_s)
             self._forget(request)
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)
