@@ -13,6 +13,7 @@ from router.ledger import Entry
 from router.metrics import RouterMetrics
 from router.recent import UNKEPT, RecentRequests
 from router.retry_truth import RetryTruth
+from router.scale_need import ScaleNeed
 from router.settlements import Settlements
 from router.timing import RequestTiming
 
@@ -29,11 +30,13 @@ class Accounting:
         self.settlements = settlements
         self._retries = RetryTruth(clock.now, metrics.note_retry)
         self._recent, self._unkept = RecentRequests(), RecentRequests(UNKEPT)
+        self._need = ScaleNeed()
 
     def pages(self) -> dict[str, bytes]:
         """What this router publishes of itself, by name."""
         recent, unkept = self._recent.page(), self._unkept.page()
-        return {"metrics": self._metrics.exposition(), "recent": recent, "unkept": unkept}
+        need = self._need.page(self._clock.now())
+        return {"metrics": self._metrics.exposition(), "recent": recent, "unkept": unkept, "need": need}
 
     # Before a request runs
 
@@ -71,6 +74,10 @@ class Accounting:
         if entry.has_ended:  # before this was known
             self._settle(entry)
 
+    def foreseen(self, entry: Entry[Any]) -> None:
+        """It was predicted when its first token comes."""
+        self._need.queued(entry, self._clock.now())
+
     def waits(self, entries: Iterable[Entry[Any]]) -> None:
         """Those that have no replica now."""
         now_s, longest_s = self._clock.now(), defaultdict[str, float](float)
@@ -100,6 +107,7 @@ class Accounting:
             entry.metrics.e2e_s.observe(now_s - entry.timing.received_s)
             if entry.timing.promise.tpot_s is not None and (gap_s := entry.timing.gap_s) is not None:
                 entry.metrics.promise_gap_s.observe(gap_s)
+        self._need.ended(entry, outcome, now_s)
         self._note_recent(entry, outcome)
         self._note_foresight(entry)
         if entry.timing.kept is not None:

@@ -140,6 +140,7 @@ class Queueing(Generic[RequestT]):
         if entry.foreseen is None and foreseen is not None:
             serving = sum(each.info.takes(entry.slo_class) for each in self._connections.all_open)
             entry.foreseen = foreseen._replace(replicas=serving)
+            self._accounting.foreseen(entry)
 
     async def _into_a_store(self, entry: Entry[RequestT], limits: Limits) -> Queued | Refusal:
         """The shared one; while it is away our own, if a replica is connected: then it has less time to answer.

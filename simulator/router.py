@@ -13,7 +13,7 @@ from itertools import count
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.router.admission import ClassLimits, Refusal
+from policies.router.admission import ClassLimits, Limits, Refusal
 from policies.router.autoscale import FleetState
 from policies.router.completion import Due, MeanCost, due
 from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
@@ -27,11 +27,13 @@ from policies.types import StepTimes
 from simulator.core import Event, Kind
 from simulator.engine import Engine
 from simulator.requests import Request
+from simulator.scale_need import ScaleNeed
 
 _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
 _DEFAULT_OUTPUT_TOKENS = 256.0
 SHARED_BATCH_SIZE = 32
+_NO_LIMITS = Limits(max_waiting=_UNLIMITED_SLOTS)
 _SHORT_OF_PREDICTED = 0.5  # as live routers take it without quantiles
 
 
@@ -123,6 +125,7 @@ class Router:
         self._timers: list[Event] = []
         self._costs = MeanCost()
         self._class_index = {name: index for index, name in enumerate(config.class_names, start=1)}
+        self.need: ScaleNeed | None = None  # where replicas are scaled by promises
 
     def state(self) -> FleetState:
         """What scaling goes by; replicas that are leaving do not count, nor what runs there."""
@@ -141,6 +144,10 @@ class Router:
 
     def waiting_of(self, slo_class: str) -> int:
         return self._lanes.waiting[slo_class]
+
+    def holds(self, replica_id: str) -> int:
+        """Requests that a replica has and has not ended."""
+        return self._engines[replica_id].holds
 
     def join(self, engine: Engine, now_s: float, slo_classes: frozenset[str] | None = None) -> list[Event]:
         """A replica offers its slots from now on."""
@@ -171,6 +178,7 @@ class Router:
             request.class_index = self._class_index.get(ticket.slo_class, 0)
         if self._may_not_wait(ticket, now_s):
             return [*self._refuse(request, now_s)]
+        self._note_need(request, ticket, now_s)
         self._dispatcher.queue(ticket, now_s)
         if self.config.batches is not None:
             # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
@@ -189,6 +197,13 @@ class Router:
             spare_s = ticket.deadline_s - now_s - least_reading_s
         asked = limits.of(spare_s, has_key=bool(ticket.api_key))
         return isinstance(self._dispatcher.foreseen(ticket, asked, now_s), Refusal)
+
+    def _note_need(self, request: Request, ticket: Ticket, now_s: float) -> None:
+        if self.need is not None:
+            self._tell_offers(now_s)
+            foreseen = self._dispatcher.foreseen(ticket, _NO_LIMITS, now_s)
+            assert not isinstance(foreseen, Refusal), "without limits everything may wait"
+            self.need.queued(request, ticket, foreseen.first_token_s, now_s)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""
@@ -332,6 +347,8 @@ class Router:
             if replica is not None and request in self._ids:
                 replica.note_read(self._ids[request])
         for request in requests:
+            if self.need is not None:
+                self.need.ended(request, now_s)
             self._forget(request)
             if self._bins is not None:
                 self._bins.observe(request.output_tokens, slo_class=request.slo_class)

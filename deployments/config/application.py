@@ -38,7 +38,7 @@ from deployments.process.vllm_env import cpu_dtype
 from policies.errors import ConfigError
 from policies.papers.auto_literal import PapersConfig
 from policies.router.credit import longest_promise_s, lookahead
-from policies.router.promise import Promise
+from policies.router.promise import NO_PROMISE, Promise
 from router.classifier import Mode
 from router.redis_store import state_version
 
@@ -125,6 +125,10 @@ class AppConfig(ModelSection):
         own = sorted(name for name, section in self.classes.items() if section.own_replicas)
         if own and any(section.engine.autoscaling for section in self._models):
             raise ValueError(f"engine.autoscaling counts all replicas alike: it goes without own_replicas (of {own})")
+        groups = (group for section in self._models for group in (section.engine, section.engine.prefill) if group)
+        by_promises = any(group.autoscaling and group.autoscaling.by == "promises" for group in groups)
+        if by_promises and not any(section.promise() != NO_PROMISE for section in self.classes.values()):
+            raise ValueError("autoscaling by: promises needs a class that promises something: ttft_s, tpot_s or e2e_s")
         return self
 
     @model_validator(mode="after")

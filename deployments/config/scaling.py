@@ -1,6 +1,6 @@
 """Groups of replicas that follow the load."""
 
-from typing import Protocol, Self
+from typing import Literal, Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -27,17 +27,32 @@ class ScalingSection(Section):
 
 
 class AutoscalingSection(ScalingSection):
-    """Shared engine replicas follow the predicted work."""
+    """Shared engine replicas follow the predicted work, or what was promised."""
 
     min_replicas: int = Field(default=1, ge=0)
     """The least replicas. With 0 the last one ends where no request comes, and one starts when a request comes, which
     waits for it; one starts with the application too."""
     downscale_to_zero_delay_s: float = Field(default=600.0, ge=0, allow_inf_nan=False)
     """With `min_replicas: 0`: how long no request must come before the last replica ends."""
+    by: Literal["work", "promises"] = "work"
+    """What tells how many are enough: `work`, slots in use and seconds that wait, or `promises`, which starts replicas
+    before promises would break by the forecast of the traffic."""
     slot_use: float = Field(default=0.8, gt=0, lt=1)
     """The fraction of all slots that should be in use."""
     max_queue_s: Seconds = 5.0
     """The longest time that the requests in the queue should take, by prediction."""
+    most_ratio: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """By `promises`, what the 90th percentile of predicted over promised times of a minute may be, in the class that is
+    worst off."""
+
+    @model_validator(mode="after")
+    def _sets_what_it_goes_by(self) -> Self:
+        unheeded = {"most_ratio"} if self.by == "work" else {"slot_use", "max_queue_s"}
+        if found := sorted(unheeded & self.model_fields_set):
+            raise ValueError(f"{', '.join(found)} does not count by: {self.by}: leave it out")
+        if self.by == "promises" and self.min_replicas == 0:
+            raise ValueError("by: promises keeps one replica at least: it tells by requests how many are enough")
+        return self
 
 
 class RouterAutoscalingSection(ScalingSection):

@@ -1,5 +1,5 @@
-"""Ray Serve's autoscaling of engine replicas, by predicted work instead of ongoing requests, and of routers, by their
-event loops.
+"""Ray Serve's autoscaling of engine replicas, by predicted work or by promises instead of ongoing requests, and of
+routers, by their event loops.
 
 Each replica reports the whole fleet as the shared state has it; the policy counts what is needed; Ray Serve applies the
 bounds and holds every decision until it has stood for the configured delay, so that a square wave faster than the delay
@@ -7,6 +7,7 @@ moves nothing. Ray Serve sees no request on the engines (they come over the rela
 """
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
@@ -20,14 +21,20 @@ from policies.router.autoscale import (
     ReplicasForWork,
     ReplicasForWorkConfig,
 )
+from policies.router.promised_scale import PromisedState, ReplicasForPromises, ReplicasForPromisesConfig
+from router.scale_need import told
 from router.state_store import Snapshot
 
 INTERVAL_S = 1.0  # between two looks at the need; it has to stand for a delay of several
 Stats = dict[str, float]
 
 
-def fleet_stats(snapshot: Snapshot) -> Stats:
-    """What a replica reports. Replicas that drain offer no slots and are leaving: what runs there needs none."""
+def fleet_stats(snapshot: Snapshot, needs: Iterable[bytes] = ()) -> Stats:
+    """What a replica reports. Replicas that drain offer no slots and are leaving: what runs there needs none.
+
+    Args:
+        needs: pages of `router.scale_need`.
+    """
     loads = [load for load in snapshot.replicas.values() if load.slots]
     return {
         "replicas": len(loads),
@@ -36,6 +43,7 @@ def fleet_stats(snapshot: Snapshot) -> Stats:
         "waiting": snapshot.waiting,
         "waiting_s": snapshot.waiting_s,
         "slowness": sum(load.slowness for load in loads) / max(1, len(loads)),
+        **told(needs),
     }
 
 
@@ -45,9 +53,13 @@ class FleetUse:
     def __init__(self) -> None:
         self._starts: int | None = None
 
-    def report(self, snapshot: Snapshot) -> Stats:
-        """A request that came and ended since the last look runs too: between looks the last replica is needed."""
-        stats, before = fleet_stats(snapshot), self._starts
+    def report(self, snapshot: Snapshot, needs: Iterable[bytes] = ()) -> Stats:
+        """A request that came and ended since the last look runs too: between looks the last replica is needed.
+
+        Args:
+            needs: as of `fleet_stats`.
+        """
+        stats, before = fleet_stats(snapshot, needs), self._starts
         self._starts = snapshot.starts
         if before is not None and snapshot.starts > before:
             stats["running"] = max(stats["running"], 1)
@@ -55,6 +67,8 @@ class FleetUse:
 
 
 def engines_config(section: AutoscalingSection) -> AutoscalingConfig:
+    if section.by == "promises":
+        return _serve_config(section, "deployments.serving.autoscaling:ByPromises", {"most_ratio": section.most_ratio})
     settings = {"slot_use": section.slot_use, "max_queue_s": section.max_queue_s}
     config = _serve_config(section, "deployments.serving.autoscaling:ByPredictedWork", settings)
     config.initial_replicas = max(1, section.min_replicas)  # routers learn from one what the model takes
@@ -94,17 +108,44 @@ class ByPredictedWork:
         return self._policy.choose(state), {}
 
 
-def latest_state(context: AutoscalingContext) -> FleetState | None:
-    """The newest report of any replica; None before the first."""
-    reports = context.raw_metrics or {}
-    newest: dict[str, tuple[float, float]] = {}
-    for name, by_replica in reports.items():
+class ByPromises:
+    """Likewise; it learns as long as the controller lives, and keeps what there is until it has seen requests."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._policy = ReplicasForPromises(ReplicasForPromisesConfig(**settings))
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        state, value = latest_state(context), newest(context)
+        if state is None or "arrived_s" not in value:
+            return context.target_num_replicas, {}
+        wanted = self._policy.choose(
+            PromisedState(
+                now_s=context.current_time or time.time(),
+                replicas=state.replicas,
+                starting=max(0, context.target_num_replicas - state.replicas),
+                arrived_s=value["arrived_s"],
+                waiting_s=state.waiting_s * state.slowness,
+                ratio=value.get("ratio"),
+            )
+        )
+        return wanted, {}
+
+
+def newest(context: AutoscalingContext) -> dict[str, float]:
+    """By name the newest value that any replica has reported."""
+    found: dict[str, tuple[float, float]] = {}
+    for name, by_replica in (context.raw_metrics or {}).items():
         points = [(point.timestamp, point.value) for series in by_replica.values() for point in series]
         if points:
-            newest[name] = max(points)
-    if not FleetState.__dataclass_fields__.keys() <= newest.keys():
+            found[name] = max(points)
+    return {name: value for name, (_, value) in found.items()}
+
+
+def latest_state(context: AutoscalingContext) -> FleetState | None:
+    """The newest report of any replica; None before the first."""
+    value = newest(context)
+    if not FleetState.__dataclass_fields__.keys() <= value.keys():
         return None
-    value = {name: point[1] for name, point in newest.items()}
     return FleetState(
         replicas=round(value["replicas"]),
         slots=round(value["slots"]),

@@ -215,7 +215,8 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> Stats:
         """Ray Serve asks for it where replicas are scaled."""
-        return self._fleet_use.report(await self._store.snapshot())
+        snapshot, needs = await asyncio.gather(self._store.snapshot(), self._store.published("need"))
+        return self._fleet_use.report(snapshot, needs.values())
 
     def check_health(self) -> None:
         if not all(relay.healthy for relay in self._relays):

@@ -19,6 +19,7 @@ from simulator.reproduce import (
     paper_003,
     paper_004,
     prefixes,
+    scaling,
     tasks,
     what_pays,
 )
@@ -83,6 +84,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "tasks": tasks.tasks,
     "tiers": prefixes.tiers,
     "batches": batches.batches,
+    "scaling": scaling.scaling,
 }
 
 

@@ -44,6 +44,7 @@ KEPT_AT_CAPACITY = 0.95
 _RATES = (8.0, 64.0)  # requests per second between which a replica's capacity is searched
 _HALVINGS = 5
 _DAY_OF = "deepseek-r1"
+_DAY_S, _WINDOWS = 86_400.0, 144
 
 
 class Job(NamedTuple):
@@ -107,16 +108,17 @@ def draw_day(found: Mapping[Job, Found], setting: Setting) -> None:
     setting.draw("batches", series, x="hour of the day", y="tokens of answers a second", title="one replica")
 
 
-def day_of(file: Path) -> FloatArray:
-    """Requests per second of the file's one day, by ten minutes; shape (144,).
+def day_of(file: Path, model: str = _DAY_OF, day: int = 0) -> FloatArray:
+    """Requests per second of one of the file's days, by ten minutes; shape (144,).
 
     Raises:
         InputError: the file has no such day.
     """
-    with opened(file) as rows:
-        rates = [float(row["requests_per_s"]) for _, row in csv_rows(rows, str(file)) if row["model"] == _DAY_OF]
-    if len(rates) != 144 or min(rates) < 0.0 or max(rates) == 0.0:
-        raise InputError(f"{file} must have 144 rates of {_DAY_OF}, got {len(rates)}")
+    with opened(file) as lines:
+        rows = [row for _, row in csv_rows(lines, str(file)) if row["model"] == model]
+    rates = [float(row["requests_per_s"]) for row in rows if float(row["window_start_s"]) // _DAY_S == day]
+    if len(rates) != _WINDOWS or min(rates) < 0.0 or max(rates) == 0.0:
+        raise InputError(f"{file} must have {_WINDOWS} rates of {model}, got {len(rates)}")
     return np.array(rates)
 
 

@@ -44,6 +44,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 GANGS = {"kind": "transformers"}
 SCALED = {"autoscaling": {"max_replicas": 2}}
+BY_PROMISES = {"max_replicas": 2, "by": "promises"}
 WITH_PREFILL = {"prefill": {}, "scheduler": {"mode": "stock"}}
 ADAPTER = {"lora": {"adapters": {"a": "/adapters/a"}}}
 
@@ -112,6 +113,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"mode": "stock", "classes": {"standard": {"when_late": "refuse"}}}, "", "predicted work"),
     ({"mode": "shadow", "engine": SCALED}, "", "predicted work"),
     ({"mode": "stock", "more_models": [{"model": "b", "engine": SCALED}]}, "", "predicted work"),
+    # Scaling
+    ({"engine": {"autoscaling": {"max_replicas": 2, "most_ratio": 0.9}}}, "engine.autoscaling", "by: work"),
+    ({"engine": {"autoscaling": BY_PROMISES | {"slot_use": 0.5}}}, "engine.autoscaling", "by: promises"),
+    ({"engine": {"autoscaling": BY_PROMISES}, "classes": {"standard": {"ttft_s": None}}}, "", "promises something"),
+    (
+        {"engine": {"prefill": {"autoscaling": BY_PROMISES}}, "classes": {"standard": {"ttft_s": None}}},
+        "",
+        "promises something",
+    ),
     # Whole batches
     ({"engine": GANGS | {"credit_lookahead": 1}}, "", "whole batches"),
     ({"engine": GANGS, "vllm_args": ["--lora-modules", "a=/adapters/a"]}, "", "--lora-modules"),

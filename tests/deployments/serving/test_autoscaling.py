@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from ray.serve import autoscaling_policy as serve_policy
 from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
@@ -13,6 +14,7 @@ from deployments.config.scaling import AutoscalingSection, RouterAutoscalingSect
 from deployments.serving.autoscaling import (
     ByEventLoop,
     ByPredictedWork,
+    ByPromises,
     FleetUse,
     LoopUse,
     Stats,
@@ -117,6 +119,43 @@ def test_a_slow_wave_is_followed_once_up_and_once_down_a_period(monkeypatch: pyt
     targets = targets_over(200, 5, monkeypatch)
     assert changes(targets) == 2 * 5
     assert set(targets) == {1, 4}
+
+
+PROMISING = AutoscalingSection(by="promises", max_replicas=8, upscale_delay_s=4.0, downscale_delay_s=30.0)
+
+
+def told(replicas: int, arrived_s: float, ratio: float | None) -> Stats:
+    """Of two routers, one of which had all requests."""
+    loads = {f"r{n}": ReplicaLoad(slots=SLOTS, running=0, outstanding_s=0.0) for n in range(replicas)}
+    pages = ({"arrived_s": arrived_s, "ratio": ratio}, {"arrived_s": 0.0, "ratio": None})
+    return fleet_stats(Snapshot(replicas=loads), map(msgspec.json.encode, pages))
+
+
+def test_by_promises_replicas_follow_the_work_that_comes_and_how_near_promises_are_to_breaking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica serves at once here, and keeps its promises up to one second of work a second."""
+    config = engines_config(PROMISING)
+    decide = serve_policy._apply_autoscaling_config(ByPromises(**config.policy.policy_kwargs))
+    target, state, arrived_s, targets = 1, dict[str, Any](), 0.0, []
+    for now_s in range(1, 3000):
+        monkeypatch.setattr(serve_policy.time, "time", lambda at_s=float(now_s): at_s)
+        rate = 3.5 if 1000 <= now_s < 2000 else 0.7
+        arrived_s += rate
+        stats = told(target, arrived_s, (rate / target) ** 2)
+        target, state = decide(context(target, state, {"r0": stats}, now_s, config))
+        targets.append(target)
+    assert targets[990] == 1
+    assert 4 <= targets[1900] <= 5
+    assert targets[-1] == 1
+    assert changes(targets) < 20
+
+
+def test_by_promises_nothing_changes_before_routers_told_of_requests() -> None:
+    decide = ByPromises(**engines_config(PROMISING).policy.policy_kwargs)
+    assert decide(context(3, {}, {}, 1.0, None))[0] == 3
+    assert decide(context(3, {}, {"r0": report(3, 30)}, 2.0, None))[0] == 3
+    assert decide(context(3, {}, {"r0": told(3, 0.0, None)}, 3.0, None))[0] == 3
 
 
 def test_routers_follow_the_cores_that_all_of_them_use() -> None:
