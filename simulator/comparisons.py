@@ -40,11 +40,30 @@ def session_affinity(ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
     return min(offers, key=lambda each: (ticket.unread_at(each), offers[each].work_s - ticket.work_at_s(each), each))
 
 
+class LMetric:
+    """Where the product of prompt tokens that would be read and of requests that run is the least.
+
+    As a score that needs no weights: D. Zhang et al., LMetric, arXiv 2603.15202, 2026. Of the tokens those that wait to
+    be read count too; replicas are equally fast and have equally many slots.
+    """
+
+    def __init__(self) -> None:
+        self._slots = 0
+
+    def __call__(self, ticket: Ticket, offers: Mapping[str, Offer]) -> str | None:
+        self._slots = max(self._slots, max(offer.free_slots for offer in offers.values()))
+        return min(offers, key=lambda each: (self._score(offers[each]), -offers[each].free_slots, each))
+
+    def _score(self, offer: Offer) -> float:
+        return (offer.ahead_s + offer.reading_s) * (1 + self._slots - offer.free_slots)
+
+
 PLACEMENTS: Mapping[str, Callable[[], Placement]] = {
     "soonest_first_token": lambda: soonest_first_token,
     "most_credit": lambda: most_credit,
     "least_work": lambda: least_work,
     "session_affinity": lambda: session_affinity,
     "round_robin": RoundRobin,
+    "lmetric": LMetric,
 }
 """By name, with the one that serves; each call makes a new one."""

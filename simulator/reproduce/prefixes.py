@@ -5,6 +5,7 @@ Every system is Sluice but for its placement, on engines with a block cache each
     round robin          in turn
     least work           the least predicted work, blind to prefixes
     session affinity     where most of the prompt is cached, however long the queue; else the least work
+    lmetric              the least product of prompt tokens to be read and requests that run
     first token          the default: seconds until the first token, queue and hit in one price
 
 `tiers` gives each engine memory beyond its GPU besides, from which prompts are loaded where reading takes longer.
@@ -48,6 +49,7 @@ PLACEMENTS = {
     "round robin": "round_robin",
     "least work": "least_work",
     "session affinity": "session_affinity",
+    "lmetric": "lmetric",
     "first token": "soonest_first_token",
 }
 # Of each engine, in tokens: half a terabyte at 131 072 bytes of Llama-3.1-8B's cache.
