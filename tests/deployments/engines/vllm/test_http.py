@@ -432,6 +432,7 @@ async def whole(vllms: FastAPI, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         yield SimpleNamespace(
             app=vllms,
             announcer=SimpleNamespace(tell=nobody),
+            name="m",
             names=("m",),
             metrics_pages=pages,
             max_model_len=2048,
