@@ -13,7 +13,7 @@ from itertools import count
 from policies.checks import require_at_least, require_positive
 from policies.errors import ConfigError
 from policies.gang.batches import GangConfig
-from policies.router.admission import ClassLimits, Limits, Refusal
+from policies.router.admission import NO_LIMITS, ClassLimits, Refusal
 from policies.router.autoscale import FleetState
 from policies.router.completion import Due, MeanCost, due
 from policies.router.credit import late_uncounted, lookahead, max_unread_tokens
@@ -33,7 +33,6 @@ _UNLIMITED_SLOTS = 1 << 40
 # As live routers take by default for the work of a request (`work` in the configuration).
 _DEFAULT_OUTPUT_TOKENS = 256.0
 SHARED_BATCH_SIZE = 32
-_NO_LIMITS = Limits(max_waiting=_UNLIMITED_SLOTS)
 _SHORT_OF_PREDICTED = 0.5  # as live routers take it without quantiles
 
 
@@ -201,7 +200,7 @@ class Router:
     def _note_need(self, request: Request, ticket: Ticket, now_s: float) -> None:
         if self.need is not None:
             self._tell_offers(now_s)
-            foreseen = self._dispatcher.foreseen(ticket, _NO_LIMITS, now_s)
+            foreseen = self._dispatcher.foreseen(ticket, NO_LIMITS, now_s)
             assert not isinstance(foreseen, Refusal), "without limits everything may wait"
             self.need.queued(request, ticket, foreseen.first_token_s, now_s)
 

@@ -28,7 +28,7 @@ from deployments.config.lengths import BinsSection, PredictorSection
 from deployments.config.messages import what_is_wrong
 from deployments.config.model import DEMO, ModelSection
 from deployments.config.router import RouterSection
-from deployments.config.scaling import least_replicas, may_be_none
+from deployments.config.scaling import least_replicas
 from deployments.config.scheduler import KEY, SCHEDULER_CLASS, SchedulerSettings
 from deployments.config.section import LiveKey
 from deployments.config.services import BatchesSection, KeysSection, LogsSection, ResponsesSection
@@ -129,19 +129,6 @@ class AppConfig(ModelSection):
         by_promises = any(group.autoscaling and group.autoscaling.by == "promises" for group in groups)
         if by_promises and not any(section.promise() != NO_PROMISE for section in self.classes.values()):
             raise ValueError("autoscaling by: promises needs a class that promises something: ttft_s, tpot_s or e2e_s")
-        return self
-
-    @model_validator(mode="after")
-    def _keeps_one_where_one_is_needed(self) -> "AppConfig":
-        for section in self._models:
-            engine = section.engine
-            if engine.prefill is None:
-                continue
-            if may_be_none(engine) or may_be_none(engine.prefill):
-                raise ValueError(
-                    "autoscaling.min_replicas: 0 does not go with engine.prefill: a prompt that was read would wait "
-                    "for a replica that starts"
-                )
         return self
 
     @model_validator(mode="after")

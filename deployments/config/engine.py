@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from deployments.config.scaling import AutoscalingSection, least_replicas
+from deployments.config.scaling import AutoscalingSection, least_replicas, may_be_none
 from deployments.config.scheduler import SchedulerSection
 from deployments.config.section import LiveKey, Seconds, Section
 from policies.gang.batches import GangConfig
@@ -227,6 +227,15 @@ class EngineSection(Section):
         openai = given.get("openai") if isinstance(given, dict) and given.get("kind") == "openai" else None
         urls = openai.get("urls") if isinstance(openai, dict) else None
         return {"replicas": len(urls), **given} if isinstance(urls, list | tuple) and urls else given
+
+    @model_validator(mode="after")
+    def _keeps_one_where_prompts_would_wait(self) -> Self:
+        if self.prefill is not None and (may_be_none(self) or may_be_none(self.prefill)):
+            raise ValueError(
+                "autoscaling.min_replicas: 0 does not go with engine.prefill: a prompt that was read would wait for a "
+                "replica that starts"
+            )
+        return self
 
     @field_validator("bind_host")
     @classmethod

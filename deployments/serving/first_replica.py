@@ -8,13 +8,14 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
 from deployments.config.application import AppConfig
 from deployments.config.scaling import may_be_none
 from router.background import BackgroundTasks
-from router.state_store import Snapshot
+from router.routed_client import RoutedClient
 
 Wake = Callable[[], Awaitable[None]]
 PAUSE_S = 0.5  # after a call that failed, where a router starts
@@ -40,9 +41,9 @@ async def _wake(engines: DeploymentHandle, timeout_s: float) -> None:
         await engines.be_there.remote()
 
 
-async def wake_if_awaited(wake: Wake, snapshot: Callable[[], Snapshot]) -> None:
+async def wake_if_awaited(wake: Wake, routed: RoutedClient[Any, Any]) -> None:
     """To be called at every heartbeat. Raises as the wake does."""
-    if snapshot().awaits_a_replica:
+    if routed.snapshot.awaits_a_replica:
         await wake()
 
 

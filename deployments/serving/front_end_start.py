@@ -83,10 +83,7 @@ async def opened_front_end(
     metrics.note_build({"version": version("sluice-serve"), "ray": ray.__version__, "vllm": "", **kind.versions})
     store = RedisStateStore(client, config.namespace(kind.codec.engine_version))
     prefill_store = RedisStateStore(client, config.prefill_namespace(kind.codec.engine_version))
-    note_stage("waiting for engines", ROUTER)
-    async with kept_awake(wake, _counted_tasks(metrics)):
-        infos = await enough_replicas(config, store)
-    note_stage("building the front end", ROUTER)
+    infos = await _awaited_replicas(config, store, wake, metrics)
     max_model_len = min(info.max_model_len for info in infos)
     clients = engine_clients(
         in_force,
@@ -102,12 +99,10 @@ async def opened_front_end(
     async with AsyncExitStack() as resources:
         resources.push_async_callback(clients.routed.close)
         await clients.routed.start()
-        announcer = _announcer(in_force, clients, store)
         background = _counted_tasks(metrics)
         resources.push_async_callback(background.close)
         if wake is not None:
-            look = partial(wake_if_awaited, wake, lambda: clients.answering.snapshot)
-            clients.answering.repeat(look, "wake")
+            clients.answering.repeat(partial(wake_if_awaited, wake, clients.answering), "wake")
         given = Given(in_force, clients.routed, max_model_len, background, resources, responses)
         parts = await kind.parts(given)
         yield FrontEnd(
@@ -118,10 +113,21 @@ async def opened_front_end(
             clients=clients,
             reader=parts.reader,
             app=parts.app,
-            announcer=announcer,
+            announcer=_announcer(in_force, clients, store),
             max_model_len=max_model_len,
             takes_media=parts.takes_media,
         )
+
+
+async def _awaited_replicas(
+    config: AppConfig, store: StateStore, wake: Wake | None, metrics: RouterMetrics
+) -> list[ReplicaInfo]:
+    """As `enough_replicas`; the first one is woken where there may be none."""
+    note_stage("waiting for engines", ROUTER)
+    async with kept_awake(wake, _counted_tasks(metrics)):
+        infos = await enough_replicas(config, store)
+    note_stage("building the front end", ROUTER)
+    return infos
 
 
 def _counted_tasks(metrics: RouterMetrics) -> BackgroundTasks:

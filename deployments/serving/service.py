@@ -119,15 +119,19 @@ async def opened_service(
             responses.keep_alive()
         background = _counted_tasks(metrics[0])
         resources.push_async_callback(background.close)
-        keys = KeyRing(
-            file=config.keys.file,
-            environment=api_keys,
-            client=redis if config.keys.redis else None,
-            application=config.name,
-            classes=config.classes,
-        )
         traces = None if tracing is None else HttpTraces(tracing)
+        keys = _key_ring(config, api_keys, redis)
         yield await _assembled(in_force, front_ends, keys, background, responses, batches, traces)
+
+
+def _key_ring(config: AppConfig, api_keys: str | None, redis: Any) -> KeyRing:
+    return KeyRing(
+        file=config.keys.file,
+        environment=api_keys,
+        client=redis if config.keys.redis else None,
+        application=config.name,
+        classes=config.classes,
+    )
 
 
 async def _assembled(

@@ -53,6 +53,7 @@ class Dispatcher:
         ledger: what runs, and what replicas may still be given.
         turns: what API keys were served.
         tally: what has been seen since the beginning.
+        starts: what is known of replicas that start.
     """
 
     def __init__(self, placement: Placement = soonest_first_token) -> None:
@@ -152,30 +153,22 @@ class Dispatcher:
         Also one that may not asks for a replica where none is. One that waits finds as much to be read before it, when
         its turn comes, as there is now.
         """
-        if (chosen := self._choose(ticket)) is not None:
-            first_s = {each: offer.first_token_s for each, offer in self._offers(ticket).items()}
-            own_s = first_s.pop(chosen.replica_id)
+        offers = self._offers(ticket)
+        if offers and (chosen := self._placement(ticket, offers)) is not None:
+            first_s = {each: offer.first_token_s for each, offer in offers.items()}
+            own_s = first_s.pop(chosen)
             return Foreseen(0.0, own_s, min(first_s.values(), default=None))
-        serving = self.ledger.serving(ticket.slo_class)
-        lanes, pace = self.lanes, [replica.slowness for replica in serving]
+        lanes, serving = self.lanes, self.ledger.serving(ticket.slo_class)
+        pace = [replica.slowness for replica in serving]
         of_key = lanes.of_key[ticket.slo_class, ticket.api_key] if ticket.api_key else 0
         of_key_s = of_key and predicted_wait_s(of_key * lanes.mean_work_s(ticket.slo_class), pace)
-        waiting, wait_s = lanes.waiting[ticket.slo_class], self._predicted_wait_s(ticket, now_s)
+        is_there = bool(self.ledger.replicas)
+        wait_s = _predicted_wait_s(ticket, lanes, serving) if is_there else self.starts.asked(now_s)
+        waiting = lanes.waiting[ticket.slo_class]
         refusal = no_room(limits, Queue(waiting=waiting, wait_s=wait_s, of_key=of_key, of_key_s=of_key_s))
         reading_s = min((replica.offer(ticket).first_token_s for replica in serving), default=0.0)
         foreseen = Foreseen(wait_s, reading_s)
         return foreseen if refusal is None else replace(refusal, foreseen=foreseen)
-
-    def _predicted_wait_s(self, ticket: Ticket, now_s: float) -> float:
-        """Every waiting ticket counts as the mean of its class."""
-        if not self.ledger.replicas:
-            return self.starts.asked(now_s)
-        earlier = self.lanes.earlier(ticket.deadline_key)
-        ahead_s = {name: count * self.lanes.mean_work_s(name) for name, count in earlier.items()}
-        serving = self.ledger.serving(ticket.slo_class)
-        own = [replica.slowness for replica in serving if replica.terms.classes == (ticket.slo_class,)]
-        own_ahead_s = ahead_s.get(ticket.slo_class, 0.0)
-        return predicted_wait_s(sum(ahead_s.values()), [replica.slowness for replica in serving], own_ahead_s, own)
 
     def dispatch(self, now_s: float) -> Moves:
         """Hand out what can be handed out.
@@ -350,6 +343,14 @@ class Dispatcher:
         for request_id in called:
             ledger.call_back(request_id)
         return [self.places[request_id].ticket for request_id in called]
+
+
+def _predicted_wait_s(ticket: Ticket, lanes: Lanes, serving: Sequence[Replica]) -> float:
+    """Every waiting ticket counts as the mean of its class."""
+    ahead_s = {name: count * lanes.mean_work_s(name) for name, count in lanes.earlier(ticket.deadline_key).items()}
+    own = [replica.slowness for replica in serving if replica.terms.classes == (ticket.slo_class,)]
+    own_ahead_s = ahead_s.get(ticket.slo_class, 0.0)
+    return predicted_wait_s(sum(ahead_s.values()), [replica.slowness for replica in serving], own_ahead_s, own)
 
 
 def _turns_out_late(ticket: Ticket, replica: Replica, now_s: float) -> bool:

@@ -664,7 +664,7 @@ def test_a_last_replica_may_end_where_no_prompt_waits_for_another_one(group: str
     scaled = config(engine=none)
     assert (scaled.engine_replicas, scaled.resources["CPU"]) == (1, config().resources["CPU"]), "at the start"
     engine = {**none, "prefill": {}} if group == "engine" else {"prefill": none}
-    assert "engine.prefill" in refused(engine=engine)[""]
+    assert "engine.prefill" in refused(engine=engine)["engine"]
     assert "min_replicas" in next(iter(refused(router=none)))
 
 

@@ -20,7 +20,7 @@ from policies.router.candidate import (
     verdict,
 )
 
-GUIDE = Path(__file__).parents[3] / "docs/guides/canary.md"
+TABLE = Path(__file__).parents[3] / "docs/measurements/policies.md"
 LOOK_EVERY = 20  # requests of both, so often that a test for one look would be wrong in time
 
 
@@ -155,11 +155,11 @@ def test_a_larger_count_of_kept_promises_never_brings_a_roll_back(
         (0.05, 0.05, Verdict.PROMOTE, 4500),
     ],
 )
-def test_it_takes_as_many_requests_as_the_guide_says(
+def test_it_takes_as_many_requests_as_the_table_says(
     incumbent: float, candidate: float, said: Verdict, requests: int
 ) -> None:
     """With counts as they are in the mean, and one in twenty for the candidate."""
-    assert f"{requests:,}".replace(",", " ") in GUIDE.read_text()
+    assert f"{requests:,}".replace(",", " ") in TABLE.read_text()
 
     def of(asked: int, rate: float) -> VersionCounts:
         return counts(missed=round(rate * asked), kept=asked - round(rate * asked))
