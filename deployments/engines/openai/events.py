@@ -10,13 +10,15 @@ from typing import Any
 
 import msgspec
 
-from deployments.engines.openai.messages import ServerOutput, ServerRequest, token_id
-from policies.errors import ProtocolError
+from deployments.engines.openai.messages import ServerOutput, ServerRequest, piece_id
+from deployments.engines.openai.replay import SAID, Replay, index_of, text_of
+from policies.errors import ProtocolError, ReplicaLostError
 
 MOST_BYTES = 64 << 20
 """Of an event or a body: beyond it an answer is given up."""
 DONE = b"[DONE]"
-_SAID = ("content", "reasoning", "reasoning_content", "refusal", "text", "tool_calls", "function_call")
+_DONE_EVENT = b"data: " + DONE + b"\n\n"
+_SAID = (*SAID, "tool_calls", "function_call")
 _decoder, _encoder = msgspec.json.Decoder(), msgspec.json.Encoder()
 
 
@@ -41,10 +43,10 @@ class Events:
 
 @dataclass(slots=True)
 class Told:
-    """What an answer has said so far.
+    """What an answer has said so far, and what its client gets of it: all but what it has had from another server.
 
     Attributes:
-        has_begun: its client has a part of it.
+        has_begun: its client has a part of it from here.
         tokens: of which its client was told.
         usage_tokens: of the answer, as its server counts them at the end; None where it does not.
     """
@@ -56,6 +58,10 @@ class Told:
     usage_tokens: int | None = None
     is_done: bool = False
     _ahead: list[bytes] = field(default_factory=list)
+    _replay: Replay = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens, self._replay = len(self.request.said), Replay(self.request.said)
 
     def event(self, data: bytes) -> ServerOutput | None:
         """Of a stream: what a client gets of this event. None where it gets it with a later one, or not at all.
@@ -65,21 +71,40 @@ class Told:
         """
         if data == DONE:
             self.is_done = True
-            return self._output([], b"data: [DONE]\n\n", self._end())
+            return self._output([], _DONE_EVENT, self._end())
         said = _object(data)
         if "error" in said:
-            self.is_done = True
-            return self._output([], _event(said), "error")
+            return self._broken_off(said)
         self._note(said)
-        choices = said.get("choices") or []
-        if not choices and "usage" in said and not self.request.tells_usage:
+        has_choices = bool(said.get("choices"))
+        try:
+            choices = self._new_choices(said)
+        except ReplicaLostError as error:
+            return self._broken_off({"error": {"message": str(error), "type": "InternalServerError", "code": 500}})
+        if not choices and (has_choices or ("usage" in said and not self.request.tells_usage)):
             return None
         event = _event(self._named(said))
-        if not any(map(_has_text, choices)):
+        pieces = [piece_id(index_of(choice), text_of(choice)) for choice in choices if _has_text(choice)]
+        if not pieces:
             self._ahead.append(event)
             return None
-        self.tokens += 1
-        return self._output([token_id(_encoder.encode(choices))], event)
+        self.tokens += len(pieces)
+        return self._output(pieces, event)
+
+    def _broken_off(self, error: Mapping[str, Any]) -> ServerOutput:
+        self.is_done = True
+        return self._output([], _event(error) + _DONE_EVENT, "error")
+
+    def _new_choices(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+        """Those of an event that say what its client has not; the others are taken out of it.
+
+        Raises:
+            ReplicaLostError: this server does not say what its client has.
+        """
+        choices = [choice for choice in said.get("choices") or () if self._replay.new_in(choice)]
+        if "choices" in said:
+            said["choices"] = choices
+        return choices
 
     def whole(self, body: bytes) -> ServerOutput:
         """An answer in one piece. Raises ProtocolError: it is no JSON object."""

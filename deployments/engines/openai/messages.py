@@ -13,7 +13,7 @@ from router.codec import Output, Recovery, RequestSize
 from router.trail import TraceHeaders
 from router.wire import Buffer
 
-ENGINE_VERSION = "openai-1"
+ENGINE_VERSION = "openai-2"
 """Of the structures below: routers and replicas of unlike ones have nothing to say to each other."""
 BYTES_PER_TOKEN = 4
 """Of a prompt in UTF-8, for want of its tokenizer: about right for English, and for Chinese three of four."""
@@ -33,6 +33,7 @@ class ServerRequest(msgspec.Struct, kw_only=True):
         pieces: of its prompt, a number for each BYTES_PER_TOKEN: equal prompts begin with equal numbers. Stays in the
             router.
         unread_tokens, unread_at: of its prompt, as its ticket says; of replicas that are taken to have some of it.
+        said: what its client has of the answer already, by `piece_id`.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class ServerRequest(msgspec.Struct, kw_only=True):
     salt: str = ""
     unread_tokens: int | None = None
     unread_at: Mapping[str, int] = {}
+    said: Sequence[int] = ()
     trace: TraceHeaders | None = None
 
 
@@ -56,9 +58,9 @@ class ServerOutput(msgspec.Struct, kw_only=True):
     """What has come of one answer.
 
     Attributes:
-        new_token_ids: of a stream a number for each event that has text, by what that says; at the end one for each
-            token that no event told of.
-        parts: of the body; of a stream one for each of those events, and what follows the last.
+        new_token_ids: of a stream the `piece_id` of each event that has text; at the end one for each token that no
+            event told of.
+        parts: of the body; of a stream each of those events, and what follows the last.
         status, content_type: of the response that they belong to.
     """
 
@@ -73,9 +75,14 @@ class ServerOutput(msgspec.Struct, kw_only=True):
 Outputs = list[ServerOutput]
 
 
-def token_id(said: bytes) -> int:
-    """Equal for events that say the same."""
-    return zlib.crc32(said)
+def piece_id(choice: int, said: str) -> int:
+    """Of a piece of a choice's text: which choice (8 bits), how many characters (26) and their checksum (30)."""
+    return (choice & 0xFF) << 56 | len(said) << 30 | zlib.crc32(said.encode(errors="replace")) & 0x3FFF_FFFF
+
+
+def piece_of(number: int) -> tuple[int, int]:
+    """The choice of a piece, and its characters."""
+    return number >> 56, number >> 30 & 0x3FF_FFFF
 
 
 class OpenAiCodec:
@@ -152,17 +159,17 @@ class OpenAiCodec:
         return list(outputs)
 
     def drop_first(self, output: ServerOutput, tokens: int) -> None:
-        del output.new_token_ids[:tokens], output.parts[:tokens]
+        """Nothing is repeated: a replica leaves out what was said."""
 
     def resumable(self, request: ServerRequest) -> bool:
-        """No server goes on with half of an answer."""
+        """No server goes on with half of an answer: it says all of it again, of which its replica leaves out `said`."""
         return False
 
     def in_one_piece(self, request: ServerRequest) -> bool:
         return not request.streams
 
     def recover(self, request: ServerRequest, sent: Sequence[int]) -> Recovery[ServerRequest]:
-        return Recovery(request, tuple(sent))
+        return Recovery(replace(request, said=(*request.said, *sent)))
 
     def failed(self, request_id: str) -> Outputs:
         return [ServerOutput(request_id=request_id, finish_reason="error", status=503)]

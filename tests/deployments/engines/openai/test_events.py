@@ -85,7 +85,7 @@ def test_equal_events_have_equal_tokens_whoever_says_them() -> None:
 def test_an_error_in_a_stream_ends_it() -> None:
     said, error = told([chunk({"content": "A"}), b'{"error": {"message": "no"}}'], request())
     assert (said.finish_reason, error.finish_reason) == (None, "error")
-    assert client_gets([error]) == [{"error": {"message": "no"}}]
+    assert client_gets([error]) == [{"error": {"message": "no"}}, "[DONE]"]
 
 
 def test_a_whole_answer_is_named_and_counted() -> None:
