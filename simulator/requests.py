@@ -25,6 +25,7 @@ class Request:
         entered_s: when it came to the engine that holds it.
         promised_ttft_s, promised_tpot_s, promised_e2e_s: what it was promised, first token, mean of a token, and last
             token; inf is nothing.
+        foreseen_ttft_s: as it was predicted when it came; None where nobody asked.
         generated_tokens: so far; kept through a preemption or a failure, and then prefilled again.
         refused: its engine or its router took it for one too many; it never ends.
     """
@@ -47,6 +48,7 @@ class Request:
     promised_ttft_s: float = inf
     promised_tpot_s: float = inf
     promised_e2e_s: float = inf
+    foreseen_ttft_s: float | None = None
     generated_tokens: int = 0
     replica_id: str | None = None
     started_s: float | None = None

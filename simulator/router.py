@@ -55,6 +55,7 @@ class RouterConfig:
             single requests.
         rolling_size: of the rolling batches of one bin and class that replicas take; 1 gives out each request as it
             comes.
+        foresees: each request's first token is predicted as it comes, as it is live; with scaling by promises always.
 
     Raises:
         ConfigError: a value is out of bounds; batches would wait for ever, or go with what is of single requests.
@@ -70,6 +71,7 @@ class RouterConfig:
     limits: Mapping[str, ClassLimits] = field(default_factory=dict)
     batches: GangConfig | None = None
     rolling_size: int = 1
+    foresees: bool = False
 
     def __post_init__(self) -> None:
         require_at_least(0, self, "credit_lookahead", "max_recalls", "late_patience_s")
@@ -177,7 +179,8 @@ class Router:
             request.class_index = self._class_index.get(ticket.slo_class, 0)
         if self._may_not_wait(ticket, now_s):
             return [*self._refuse(request, now_s)]
-        self._note_need(request, ticket, now_s)
+        if self.config.foresees or self.need is not None:
+            self._foresee(request, ticket, now_s)
         self._dispatcher.queue(ticket, now_s)
         if self.config.batches is not None:
             # The next number, for of the rounded sum less now_s may be left a little less than max_wait_s.
@@ -197,12 +200,13 @@ class Router:
         asked = limits.of(spare_s, has_key=bool(ticket.api_key))
         return isinstance(self._dispatcher.foreseen(ticket, asked, now_s), Refusal)
 
-    def _note_need(self, request: Request, ticket: Ticket, now_s: float) -> None:
+    def _foresee(self, request: Request, ticket: Ticket, now_s: float) -> None:
+        self._tell_offers(now_s)
+        foreseen = self._dispatcher.foreseen(ticket, NO_LIMITS, now_s)
+        assert not isinstance(foreseen, Refusal), "without limits everything may wait"
+        request.foreseen_ttft_s = foreseen.first_token_s
         if self.need is not None:
-            self._tell_offers(now_s)
-            foreseen = self._dispatcher.foreseen(ticket, NO_LIMITS, now_s)
-            assert not isinstance(foreseen, Refusal), "without limits everything may wait"
-            self.need.queued(request, ticket, foreseen.first_token_s, now_s)
+            self.need.queued(request, ticket, now_s)
 
     def _queue_again(self, request: Request, now_s: float) -> None:
         """Under its old key, or before all others if its client has a part of the answer."""

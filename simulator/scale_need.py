@@ -15,17 +15,13 @@ class ScaleNeed:
     def __init__(self) -> None:
         self.ratios, self.arrived_s = Ratios(), 0.0
 
-    def queued(self, request: Request, ticket: Ticket, first_s: float, now_s: float) -> None:
-        """Before it is queued. What takes what others leave needs no replica.
-
-        Args:
-            first_s: until its first token, as predicted.
-        """
+    def queued(self, request: Request, ticket: Ticket, now_s: float) -> None:
+        """Once its first token is predicted. What takes what others leave needs no replica."""
         if ticket.fills_idle:
             return
         self.arrived_s += ticket.work_s
-        if request.promised_ttft_s < inf:
-            self.ratios.note(now_s, ticket.slo_class, "ttft_s", first_s / request.promised_ttft_s)
+        if request.promised_ttft_s < inf and request.foreseen_ttft_s is not None:
+            self.ratios.note(now_s, ticket.slo_class, "ttft_s", request.foreseen_ttft_s / request.promised_ttft_s)
 
     def ended(self, request: Request, now_s: float) -> None:
         took = {

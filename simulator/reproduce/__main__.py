@@ -11,6 +11,7 @@ from simulator.reproduce import (
     batches,
     beyond,
     completion,
+    first_tokens,
     goodput,
     kept,
     paper_000,
@@ -84,6 +85,7 @@ EXPERIMENTS: dict[str, Callable[[Setting], list[str]]] = {
     "tasks": tasks.tasks,
     "tiers": prefixes.tiers,
     "batches": batches.batches,
+    "first-tokens": first_tokens.first_tokens,
     "scaling": scaling.scaling,
 }
 

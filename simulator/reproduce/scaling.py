@@ -107,7 +107,7 @@ def traffic(trace: Workload, rates: FloatArray, seconds: float, seed: int) -> Wo
     return predicted(day, "noise:0.44", rng)
 
 
-def served_by(scale: AutoscaleConfig) -> ClusterConfig:
+def served_by(scale: AutoscaleConfig | None) -> ClusterConfig:
     profile = engine_profile(ENGINE)
     engine = EngineConfig(slots=SLOTS, total_blocks=profile.cache(None) // EngineConfig().block_size)
     return system("sluice", profile, engine, _AT_FIRST, TARGETS, autoscale=scale)
