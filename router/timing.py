@@ -164,6 +164,11 @@ class HttpContext:
     served_by: str = ""
     when_over: list[Callable[[int], None]] = field(default_factory=list)
 
+    def note_queued(self) -> None:
+        self.queued = True
+        if self.on_queued is not None:
+            self.on_queued()
+
     def in_session(self) -> InSession | None:
         """Its first engine request is a turn of its session."""
         return InSession(name=self.session, task_s=self.task_s) if self.session and not self.timings else None

@@ -23,6 +23,7 @@ from deployments.http.errors import HttpError, bad_request
 from deployments.http.exchange import Exchange
 from deployments.http.in_process import replayed
 from deployments.http.keys import KeyRing
+from deployments.http.one_by_one import OneByOne
 from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, Promises, asked_for, task_s
 from deployments.http.sessions import session_of
@@ -115,7 +116,7 @@ class SluiceMiddleware:
         traces: None makes none.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self._promises, self._traces = promises, traces
+        self._promises, self._traces, self._one_by_one = promises, traces, OneByOne()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -165,7 +166,15 @@ class SluiceMiddleware:
             exchange.stream_directly(stream_kind(path, body.fields))
             if only_reads(path):
                 await self._charge(context.tenant, len(body.content) / 4)  # before its tokens are known
-            await exchange.serve(self._app, scope, replayed(body.content, receive))
+            await self._serve_in_order(exchange, scope, replayed(body.content, receive))
+
+    async def _serve_in_order(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
+        place = await self._one_by_one.begin()
+        exchange.context.on_queued = place.end
+        try:
+            await exchange.serve(self._app, scope, receive)
+        finally:
+            place.end()
 
     def _context(self, scope: Scope, headers: Headers) -> HttpContext:
         tenant = scope[TENANT] if TENANT in scope else self._tenant(headers)

@@ -208,7 +208,8 @@ class ServersFrontEnd:
                 tenant=context.tenant,
                 question=question,
             )
-            context.queued, timing.request_id = True, asked.request_id
+            timing.request_id = asked.request_id
+            context.note_queued()
             if context.is_over:  # its client has left meanwhile, and reads nothing of this
                 return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)
             response = await self._response(asked, answer, await answer.begun())

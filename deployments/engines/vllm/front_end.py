@@ -137,9 +137,8 @@ class RoutedEngineCore(EngineCoreClient):
                 tenant=context.tenant,
                 question=self._question(request, context),
             )
-            context.queued, timing.request_id = True, request.request_id
-            if context.on_queued is not None:
-                context.on_queued()
+            timing.request_id = request.request_id
+            context.note_queued()
         except (AdmissionError, InputError, StateStoreError) as error:
             raise _as_answer(error, context) from error
         if context.is_over:  # since it was on its way into the queue
