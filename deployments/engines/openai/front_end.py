@@ -147,7 +147,7 @@ class ServersFrontEnd:
     def application(self, background: BackgroundTasks) -> FastAPI:
         background.spawn(self.run(), "outputs of servers")
         routes: list[BaseRoute] = [
-            Route("/health", _health),
+            Route("/health", self._health),
             Route("/v1/models", self._models),
             Route(CHATS, self._answered, methods=["POST"]),
             Route(COMPLETIONS, self._answered, methods=["POST"]),
@@ -155,6 +155,11 @@ class ServersFrontEnd:
         app = FastAPI(openapi_url=None, routes=routes)
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         return app
+
+    async def _health(self, request: Request) -> Response:
+        """As vLLM's: 503 without a server to send anything to, or once nothing is read any more."""
+        serves = self.routed.snapshot.replicas and not self.errored
+        return Response(status_code=HTTPStatus.OK if serves else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _models(self, request: Request) -> Response:
         entry = {"id": self.model, "object": "model", "owned_by": "sluice", "max_model_len": self.max_model_len}
@@ -351,7 +356,3 @@ def _broken_off() -> bytes:
     why = "the server broke off, and no other goes on with the same answer"
     error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n"
-
-
-async def _health(request: Request) -> Response:
-    return Response()
