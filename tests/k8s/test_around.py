@@ -217,6 +217,13 @@ def test_pods_reach_the_ports_of_servers_that_run_already(helm4: Helm4) -> None:
     assert {"ports": [{"port": 8001}, {"port": 443}, {"port": 80}]} in egress
 
 
+def test_servers_that_run_already_need_no_pods_of_engines(helm4: Helm4) -> None:
+    served = {"model": "theirs", "engine": {"kind": "openai", "openai": {"urls": ["http://10.0.0.7:8001"]}}}
+    text = helm4.render(with_password({"gpusPerEngine": 0, "engineGroups": [], "app": served}))
+    groups = _all(text, "RayService")["my-sluice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [group["groupName"] for group in groups] == ["router"]
+
+
 @pytest.mark.parametrize("component", ["router", "engine"])
 def test_budgets_select_the_pods_they_are_for(rendered: dict[str, str], component: str) -> None:
     selector = _all(rendered[EVERYTHING], "PodDisruptionBudget")[f"full-{component}"]["spec"]["selector"]["matchLabels"]
