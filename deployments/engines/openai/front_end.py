@@ -27,7 +27,7 @@ from predictor.conversation import asked_in
 from predictor.learned import Question
 from router.background import BackgroundTasks
 from router.prefill_decode import EngineClient
-from router.timing import HttpContext, RequestTiming, current
+from router.timing import HttpContext, current
 
 logger = logging.getLogger(__name__)
 
@@ -195,8 +195,7 @@ class ServersFrontEnd:
 
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
         """Raises one of _REFUSALS."""
-        timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
-        timing.session = context.in_session()
+        timing = context.timing(time.monotonic())
         context.model = self.model
         context.timings.append(timing)
         context.abort = self.abort
