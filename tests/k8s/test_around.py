@@ -102,6 +102,12 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert alert["annotations"]["summary"]
 
 
+def test_engines_that_are_not_there_are_no_engines_that_stand_still(rendered: dict[str, str]) -> None:
+    (alert,) = [alert for alert in _alerts(rendered) if alert["alert"] == "SluiceNobodyServes"]
+    _, _, unless = alert["expr"].rpartition("unless on (model) ")
+    assert unless.startswith("max by (model) (sluice_replica_missing{")
+
+
 RUNBOOK = CHART.parents[1] / "docs/guides/runbook.md"
 
 
