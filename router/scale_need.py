@@ -29,7 +29,7 @@ class ScaleNeed:
 
     def ended(self, entry: Entry[Any], outcome: str, now_s: float) -> None:
         timing = entry.timing
-        if outcome not in WHOLE:
+        if outcome not in WHOLE or entry.ticket.fills_idle:
             return
         if timing.promise.tpot_s is not None and timing.gap_s is not None:
             self._ratios.note(now_s, entry.slo_class, "tpot_s", timing.gap_s / timing.promise.tpot_s)

@@ -49,7 +49,7 @@ class RequestTiming:
     is how it ended, as it is counted: stop, length, repetition, cancelled, error or refused. unserved is why, when it
     was admitted and waited in vain. request_id is the engine's, once it is queued. ended is what `RoutedClient` tells
     of it afterwards, None where it was refused. cause is why its promise was not kept, once that is known. trail is
-    None where it is not traced, session where it has none.
+    None where it is not traced, session where it has none. is_copy says that nobody waits for its answer.
     """
 
     received_s: float
@@ -67,12 +67,13 @@ class RequestTiming:
     cause: str | None = None
     trail: Trail | None = None
     session: InSession | None = None
+    is_copy: bool = False
 
     @property
     def kept(self) -> tuple[bool, bool, bool] | None:
         """Whether the targets of the first token, of those after it and of the last one were met; None where its client
-        left. What was not answered as a whole has met none."""
-        if self.outcome == "cancelled":
+        left, and of a copy. What was not answered as a whole has met none."""
+        if self.is_copy or self.outcome == "cancelled":
             return None
         first_s, last_s = self.first_token_s, self.last_token_s
         if self.outcome not in WHOLE or first_s is None or last_s is None:
@@ -136,7 +137,8 @@ class HttpContext:
     of the client's trace, or of the one that began here. `trace` is None where it is not traced, `text_stream` where
     all events are the front end's. `drawn_by` is by what one of several versions of a model is drawn for it, "" before
     its body is read; `served_by` is the one that answers, in a header's letters, "" where there is one alone. Those in
-    `when_over` are called with the status of the response once the exchange is over.
+    `when_over` are called with the status of the response once the exchange is over. `is_copy` says that nobody waits
+    for its answer.
     """
 
     received_s: float
@@ -163,14 +165,19 @@ class HttpContext:
     drawn_by: str = ""
     served_by: str = ""
     when_over: list[Callable[[int], None]] = field(default_factory=list)
+    is_copy: bool = False
 
     def note_queued(self) -> None:
         self.queued = True
         if self.on_queued is not None:
             self.on_queued()
 
-    def in_session(self) -> InSession | None:
-        """Its first engine request is a turn of its session."""
+    def timing(self, submitted_s: float) -> RequestTiming:
+        """Of an engine request of it that begins; the first one is a turn of its session."""
+        session = self._in_session()
+        return RequestTiming(self.received_s, submitted_s, session=session, is_copy=self.is_copy)
+
+    def _in_session(self) -> InSession | None:
         return InSession(name=self.session, task_s=self.task_s) if self.session and not self.timings else None
 
     @property

@@ -82,7 +82,7 @@ SWITCHES_OFF = {
         Cause.TRANSFORMERS, Cause.OPENAI, Cause.NO_PREFIX_CACHE, Cause.STATES,
     ),
     Feature.RESUMED_ANSWERS: (Cause.OPENAI, Cause.LOGITS_PROCESSORS),
-    Feature.DRAFT_LENGTHS: (Cause.OPENAI, Cause.SCHEDULED_AHEAD),
+    Feature.DRAFT_LENGTHS: (Cause.STOCK, Cause.OPENAI, Cause.SCHEDULED_AHEAD),
 }  # fmt: skip
 
 

@@ -69,6 +69,7 @@ class Copies:
         self._bytes += len(body)
         pair = _Pair(trial, run)
         copy = HttpContext(time.monotonic(), terms.slo_class, promise=promise, request_id=f"{context.request_id}-copy")
+        copy.is_copy = True
         copy.expected_tokens, copy.max_engine_requests = context.expected_tokens, context.max_engine_requests
         work = self._answered(pair, _scope_of(scope, copy), body, copy, promise, terms.max_wait_s)
         self._background.spawn(work, "copy for a candidate").add_done_callback(lambda _: self._ended(len(body)))

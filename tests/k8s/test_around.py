@@ -102,6 +102,12 @@ def test_alerts_watch_metrics_that_there_are_and_only_this_release(rendered: dic
         assert alert["annotations"]["summary"]
 
 
+def test_engines_that_are_not_there_are_no_engines_that_stand_still(rendered: dict[str, str]) -> None:
+    (alert,) = [alert for alert in _alerts(rendered) if alert["alert"] == "SluiceNobodyServes"]
+    _, _, unless = alert["expr"].rpartition("unless on (model) ")
+    assert unless.startswith("max by (model) (sluice_replica_missing{")
+
+
 RUNBOOK = CHART.parents[1] / "docs/guides/runbook.md"
 
 
@@ -215,6 +221,13 @@ def test_pods_reach_the_ports_of_servers_that_run_already(helm4: Helm4) -> None:
     assert AppConfig.model_validate(args).more_models[0].engine.replicas == 1
     egress = _all(text, "NetworkPolicy")["my-sluice-ray"]["spec"]["egress"]
     assert {"ports": [{"port": 8001}, {"port": 443}, {"port": 80}]} in egress
+
+
+def test_servers_that_run_already_need_no_pods_of_engines(helm4: Helm4) -> None:
+    served = {"model": "theirs", "engine": {"kind": "openai", "openai": {"urls": ["http://10.0.0.7:8001"]}}}
+    text = helm4.render(with_password({"gpusPerEngine": 0, "engineGroups": [], "app": served}))
+    groups = _all(text, "RayService")["my-sluice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert [group["groupName"] for group in groups] == ["router"]
 
 
 @pytest.mark.parametrize("component", ["router", "engine"])

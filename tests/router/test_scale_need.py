@@ -1,11 +1,15 @@
 """What routers tell of their requests for scaling by promises."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
 from policies.errors import AdmissionError
 from policies.router.promise import Promise
-from router.scale_need import told
+from router.scale_need import ScaleNeed, told
+from router.timing import RequestTiming
 from tests.router.service import Service, request
 from tests.waiting import until, until_async
 
@@ -37,6 +41,14 @@ async def test_it_tells_the_work_that_came_and_the_worst_ratio_of_its_promises(s
 
 async def is_published(service: Service, need: dict[str, float | None]) -> bool:
     return dict(told((await service.store.published("need")).values())) == need
+
+
+def test_what_fills_idle_capacity_calls_for_no_replica() -> None:
+    timing = RequestTiming(received_s=0.0, submitted_s=0.0, promise=Promise(e2e_s=1.0))
+    entry: Any = SimpleNamespace(timing=timing, slo_class="offline", ticket=SimpleNamespace(fills_idle=True))
+    need = ScaleNeed()
+    need.ended(entry, "stop", 60.0)
+    assert msgspec.json.decode(need.page(60.0)) == {"arrived_s": 0.0, "ratio": None}
 
 
 def test_routers_together_have_all_the_work_and_the_mean_of_their_ratios() -> None:

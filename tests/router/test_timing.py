@@ -1,7 +1,7 @@
 import pytest
 
 from policies.router.promise import Promise
-from router.timing import RequestTiming
+from router.timing import HttpContext, RequestTiming
 
 
 def ended(
@@ -37,6 +37,12 @@ def test_promises_are_judged_by_what_the_client_got(
     timing: RequestTiming, kept: tuple[bool, bool, bool] | None
 ) -> None:
     assert timing.kept == kept
+
+
+def test_nothing_is_promised_to_the_nobody_who_waits_for_a_copy() -> None:
+    copy = HttpContext(received_s=10.0, slo_class="offline", is_copy=True).timing(10.1)
+    copy.outcome = "error"
+    assert copy.kept is None
 
 
 def test_the_mean_gap_is_that_of_the_tokens_after_the_first() -> None:

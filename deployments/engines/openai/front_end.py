@@ -27,7 +27,7 @@ from predictor.conversation import asked_in
 from predictor.learned import Question
 from router.background import BackgroundTasks
 from router.prefill_decode import EngineClient
-from router.timing import HttpContext, RequestTiming, current
+from router.timing import HttpContext, current
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ class ServersFrontEnd:
     def application(self, background: BackgroundTasks) -> FastAPI:
         background.spawn(self.run(), "outputs of servers")
         routes: list[BaseRoute] = [
-            Route("/health", _health),
+            Route("/health", self._health),
             Route("/v1/models", self._models),
             Route(CHATS, self._answered, methods=["POST"]),
             Route(COMPLETIONS, self._answered, methods=["POST"]),
@@ -155,6 +155,11 @@ class ServersFrontEnd:
         app = FastAPI(openapi_url=None, routes=routes)
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
         return app
+
+    async def _health(self, request: Request) -> Response:
+        """As vLLM's: 503 without a server to send anything to, or once nothing is read any more."""
+        serves = self.routed.snapshot.replicas and not self.errored
+        return Response(status_code=HTTPStatus.OK if serves else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _models(self, request: Request) -> Response:
         entry = {"id": self.model, "object": "model", "owned_by": "sluice", "max_model_len": self.max_model_len}
@@ -190,8 +195,7 @@ class ServersFrontEnd:
 
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
         """Raises one of _REFUSALS."""
-        timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
-        timing.session = context.in_session()
+        timing = context.timing(time.monotonic())
         context.model = self.model
         context.timings.append(timing)
         context.abort = self.abort
@@ -352,7 +356,3 @@ def _broken_off() -> bytes:
     why = "the server broke off, and no other goes on with the same answer"
     error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
     return b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n"
-
-
-async def _health(request: Request) -> Response:
-    return Response()

@@ -37,7 +37,7 @@ from policies.live import Live
 from predictor.conversation import Asked, asked_in
 from predictor.learned import Question
 from router.prefill_decode import EngineClient
-from router.timing import HttpContext, Refused, RequestTiming, current
+from router.timing import HttpContext, Refused, current
 
 # Any architecture that vLLM's registry holds, for models that it does not.
 STAND_IN = "LlamaForCausalLM"
@@ -118,8 +118,7 @@ class RoutedEngineCore(EngineCoreClient):
         _refuse_late(context)
         if context.is_full:  # a route whose bodies `engine_requests` does not understand
             raise _as_answer(InputError(f"it asks for more than {context.max_engine_requests} answers"), context)
-        timing = RequestTiming(received_s=context.received_s, submitted_s=now_s)
-        timing.session = context.in_session()
+        timing = context.timing(now_s)
         context.timings.append(timing)
         if context.trace is not None:
             context.trace.follow(timing, self._served_name(request))
@@ -321,7 +320,7 @@ class RoutedAsyncLLM(AsyncLLM):
         if (context := current.get()) is None:
             return
         context.model = self._public_name
-        timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
+        timing = context.timing(time.monotonic())
         try:
             self._routed.check_room(context.slo_class, n, timing, context.tenant)
         except (AdmissionError, StateStoreError) as error:

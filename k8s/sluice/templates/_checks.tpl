@@ -73,9 +73,6 @@
 {{- if and (eq .Values.redis.mode "none") $groups -}}
 {{- fail "redis.mode none keeps everything in the head's pod: set engineGroups to [], or redis.mode to internal" -}}
 {{- end -}}
-{{- if and (ne .Values.redis.mode "none") (not $groups) -}}
-{{- fail "engineGroups is empty: name at least one group of pods for engines, or set redis.mode to none" -}}
-{{- end -}}
 {{- if and (eq .Values.redis.mode "none") .Values.autoscaler.enabled -}}
 {{- fail "autoscaler.enabled needs pods to scale: not with redis.mode none" -}}
 {{- end -}}
@@ -207,6 +204,9 @@
 {{- end -}}
 {{- if and $apart (gt $reading $readingRoom) -}}
 {{- fail (printf "app.engine.prefill asks for up to %d replicas, and the groups of role prefill have room for %d (pods x enginesPerPod)" $reading $readingRoom) -}}
+{{- end -}}
+{{- if and $needed (ne .Values.redis.mode "none") (not .Values.engineGroups) -}}
+{{- fail "engineGroups is empty: name at least one group of pods for engines, or set redis.mode to none" -}}
 {{- end -}}
 {{- if gt $needed $room -}}
 {{- fail (printf "app asks for up to %d engine replicas, and there is room for %d (pods x enginesPerPod / nodesPerEngine): raise engineGroups[].replicas, maxReplicas with the autoscaler, or head.enginesPerPod with redis.mode none" $needed $room) -}}

@@ -27,6 +27,8 @@ def test_each_model_s_arguments_are_read_by_vllm_and_the_option_that_was_meant_i
         "them, and times per token may not hold meanwhile",
         "n: phases off, with vLLM's own scheduler (engine.scheduler.mode: stock): steps read prompts and decode "
         "together",
+        "n: draft lengths off, with vLLM's own scheduler (engine.scheduler.mode: stock): every step verifies all that "
+        "is drafted",
     ]
     wrong = AppConfig(model="n", vllm_args=("--max-modle-len", "8192"))
     with pytest.raises(ConfigError) as caught:

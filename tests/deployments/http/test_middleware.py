@@ -816,7 +816,7 @@ async def test_the_answer_says_what_the_task_had_left() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         context = current.get()
         assert context is not None
-        timing = RequestTiming(received_s=0.0, submitted_s=0.0, session=context.in_session())
+        timing = context.timing(0.0)
         if timing.session is not None:
             timing.session.task = Task(600.0, 500.0)
         context.timings.append(timing)

@@ -335,7 +335,7 @@ async def test_a_copy_runs_in_an_idle_class_in_nobody_s_name_and_both_are_counte
     await copied(rig, requests=0)
     (context,), run = rig.new[0].contexts, rig.trials[0].run
     assert (context.slo_class, context.promise) == ("offline", PROMISED), "it runs as its request does"
-    assert (context.tenant, context.session) == (None, None)
+    assert (context.tenant, context.session, context.is_copy) == (None, None, True)
     assert (context.request_id, rig.new[0].bodies) == ("mine-copy", [{"model": NEW, "stream": True}])
     assert (run.incumbent.kept, run.candidate.kept, run.candidate.output_tokens) == (1, 1, 7)
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,6 +31,7 @@ class Servers:
         self.questions: list[Question | None] = []
         self.cancelled: list[str] = []
         self.refusal: Exception | None = None
+        self.snapshot = SimpleNamespace(replicas={"a server": object()})
 
     async def submit(self, request: ServerRequest, *, question: Question | None, **_: Any) -> None:
         if self.refusal is not None:
@@ -206,7 +208,12 @@ async def test_what_a_slow_reader_leaves_is_bounded(running: Running, monkeypatc
 async def test_the_model_has_its_public_name(running: Running) -> None:
     (model,) = (await running.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("ours", 4096)
+
+
+async def test_a_router_is_healthy_while_a_server_is_there(running: Running) -> None:
     assert (await running.client.get("/health")).status_code == 200
+    running.servers.snapshot.replicas.clear()
+    assert (await running.client.get("/health")).status_code == 503
 
 
 async def test_once_nothing_is_read_the_router_says_so() -> None:

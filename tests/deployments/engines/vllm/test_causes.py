@@ -61,13 +61,13 @@ def test_an_engine_says_what_is_off_and_follows_its_mode() -> None:
     engine.scheduler.control({"mode": "stock"})
     assert off(engine) == {
         "exact_hits": {"no_prefix_cache"},
-        "cut_prompts": {"stock"}, "phases": {"stock"},
+        "cut_prompts": {"stock"}, "phases": {"stock"}, "draft_lengths": {"stock"},
     }  # fmt: skip
 
 
 def test_plain_vllm_s_scheduler_switches_off_what_the_plug_in_does() -> None:
     assert off(VirtualEngine(scheduler=AsyncScheduler, enable_prefix_caching=True)) == {
-        "cut_prompts": {"stock"}, "phases": {"stock"},
+        "cut_prompts": {"stock"}, "phases": {"stock"}, "draft_lengths": {"stock"},
     }  # fmt: skip
 
 

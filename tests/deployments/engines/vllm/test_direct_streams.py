@@ -252,6 +252,7 @@ async def test_streams_equal_those_of_vllms_generators(
         {"min_tokens": 5, "stop": ["ca", " wide"]},
         {"logprobs": None, "echo": False, "n": 1},
         {"user": '"delta":{"content":"no"}'},
+        {"session_id": "build-4711"},
     ],
     ids=str,
 )
