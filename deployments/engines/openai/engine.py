@@ -38,7 +38,7 @@ BUSY_PAUSE_S, BUSY_PAUSES = 0.25, 6  # twice as long each time, before a client 
 SHOWN_ERROR_BYTES = 64 << 10
 DEFAULT_CONTEXT_TOKENS = 1 << 17  # of a server that does not say what its model has
 CLOSE_S = 5.0
-_AWAY = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+_AWAY = (aiohttp.ClientError, OSError)  # and what answers, but not in HTTP
 
 
 class OpenAiEngine:
@@ -146,6 +146,13 @@ class OpenAiEngine:
     # One request
 
     async def _answer(self, request: ServerRequest) -> None:
+        try:
+            await self._answer_or_refuse(request)
+        except Exception as error:  # of any kind: its client must hear of it
+            await self._put(_error(request, HTTPStatus.BAD_GATEWAY, f"{self._url}: {error!r}"))
+            raise
+
+    async def _answer_or_refuse(self, request: ServerRequest) -> None:
         """A server that is busy, or hangs up before its answer, is asked again: its last word is what a client gets."""
         for pause_s in (*(BUSY_PAUSE_S * 2**number for number in range(BUSY_PAUSES)), None):
             told = Told(request)
@@ -170,7 +177,7 @@ class OpenAiEngine:
         headers = {"Content-Type": "application/json", **(request.trace or {})}
         async with self._session.post(self._url + request.path, data=request.body, headers=headers) as response:
             if response.status >= HTTPStatus.BAD_REQUEST:
-                said = await response.content.read(SHOWN_ERROR_BYTES)
+                said = await _shown(response.content)
                 return _refused(request, response.status, response.content_type, said)
             if not request.streams:
                 await self._put(told.whole(await _bounded(response.content)))
@@ -251,6 +258,14 @@ def _listed(body: bytes) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
 
+async def _shown(content: aiohttp.StreamReader) -> bytes:
+    """Of an error, its first SHOWN_ERROR_BYTES."""
+    said = bytearray()
+    while len(said) < SHOWN_ERROR_BYTES and (part := await content.read(SHOWN_ERROR_BYTES - len(said))):
+        said += part
+    return bytes(said)
+
+
 async def _bounded(content: aiohttp.StreamReader) -> bytes:
     """All of it. Raises ProtocolError beyond MOST_BYTES."""
     body = bytearray()
@@ -275,4 +290,4 @@ def _refused(request: ServerRequest, status: int, content_type: str, said: bytes
 
 def _error(request: ServerRequest, status: HTTPStatus, why: str) -> ServerOutput:
     logger.warning("request %s: %s", request.request_id, why)
-    return _refused(request, status, "text/plain", why.encode())
+    return _refused(request, status, "text/plain", why.encode(errors="replace"))

@@ -16,6 +16,8 @@ from policies.errors import ProtocolError, ReplicaLostError
 
 MOST_BYTES = 64 << 20
 """Of an event or a body: beyond it an answer is given up."""
+MOST_TOKENS = 1 << 22
+"""Of an answer: each is an entry of a list, and no model says as many."""
 DONE = b"[DONE]"
 _DONE_EVENT = b"data: " + DONE + b"\n\n"
 _SAID = (*SAID, "tool_calls", "function_call")
@@ -117,7 +119,8 @@ class Told:
         for choice in said.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
         usage = said.get("usage")
-        if isinstance(usage, dict) and isinstance(counted := usage.get("completion_tokens"), int):
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if type(counted) is int and 0 <= counted <= MOST_TOKENS:
             self.usage_tokens = counted
 
     def _named(self, said: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def _object(data: bytes) -> dict[str, Any]:
         said = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the server's answer is no JSON: {error}") from error
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.get("choices") or ()):
+    choices = said.get("choices") or [] if isinstance(said, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ProtocolError("the server's answer is no JSON object of the OpenAI API")
     return said
 

@@ -13,6 +13,7 @@ from deployments.config.engine import OpenAiSection
 from deployments.engines.base import Engine
 from deployments.engines.openai import engine as under_test
 from deployments.engines.openai.engine import OpenAiEngine
+from deployments.engines.openai.events import Events
 from deployments.engines.openai.messages import ServerOutput, ServerRequest
 from policies.errors import EngineStartError, ReplicaLostError
 from tests.waiting import until
@@ -212,6 +213,87 @@ async def test_one_that_hangs_up_within_its_answer_is_not(running: Running, serv
     end = await running.end_of("one")
     assert (end.finish_reason, len(running.outputs["one"]), len(server.got)) == ("error", 2, 1)
     assert not running.engine.dead
+
+
+ODD: list[dict[str, Any]] = [
+    {"choices": 5},
+    {"choices": {"index": 0}},
+    {"choices": [{"delta": {"tool_calls": 7}, "finish_reason": []}], "usage": {"completion_tokens": [9]}},
+    {"choices": [{"delta": 5, "index": {}}]},
+]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("odd", ODD)
+async def test_an_answer_of_an_odd_shape_ends_all_the_same(
+    running: Running, server: Server, odd: dict[str, Any], streams: bool
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not streams:
+            return web.json_response(odd)
+        response = await server.begun(request)
+        await server.say(response, odd)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    server.answer = answer
+    await running.engine.add(asked("one", streams=streams))
+    await running.end_of("one")
+    assert (await running.engine.status())["background_failures"] == {}
+
+
+async def test_an_answer_that_nobody_thought_of_is_an_error_of_its_client_and_counted(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> Events:
+        raise ZeroDivisionError("a surprise \udcff")
+
+    monkeypatch.setattr(under_test, "Events", failing)
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status, b"a surprise" in end.parts[0]) == ("error", 502, True)
+    await until(lambda: running.made._failures == {"answer": 1})
+
+
+async def test_what_speaks_no_http_is_told_to_the_client(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(b"SMTP 220 here\r\n\r\n")
+        request.transport.close()
+        return web.Response()
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status) == ("error", 502)
+
+
+async def test_a_server_in_whose_place_something_else_listens_is_away(running: Running, server: Server) -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SMTP 220 here\r\n\r\n")
+        writer.close()
+
+    await server.stop()
+    async with await asyncio.start_server(other, "127.0.0.1", server.port, reuse_address=True):
+        with pytest.raises(ReplicaLostError, match="is away"):
+            async with asyncio.timeout(5.0):
+                await running.reader
+
+
+async def test_an_error_that_comes_in_pieces_is_told_whole(running: Running, server: Server) -> None:
+    said = json.dumps({"error": {"message": "too long" * 100}}).encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=400, headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for start in range(0, len(said), 400):
+            await response.write(said[start : start + 400])
+            await asyncio.sleep(0.02)
+        return response
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    assert (await running.end_of("one")).parts == [said]
 
 
 async def test_what_is_cancelled_the_server_hears_of(running: Running, server: Server) -> None:

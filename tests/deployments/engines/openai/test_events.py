@@ -95,6 +95,19 @@ def test_a_whole_answer_is_named_and_counted() -> None:
     assert json.loads(output.parts[0]) == body | {"id": "chatcmpl-one"}
 
 
+@pytest.mark.parametrize("counted", [10**7, -5, True, 2.5, "9", None])
+def test_a_count_that_no_answer_has_counts_nothing(counted: object) -> None:
+    """It would be a list of as many tokens, in whose memory the replica ends."""
+    body = {"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": counted}}
+    assert len(Told(request(streams=False)).whole(json.dumps(body).encode()).new_token_ids) == 0
+
+
+@pytest.mark.parametrize("choices", ["5", "true", '{"index": 0}', '"x"'])
+def test_choices_that_are_no_list_of_objects_are_no_answer(choices: str) -> None:
+    with pytest.raises(ProtocolError, match="no JSON object of the OpenAI API"):
+        Told(request()).event(b'{"choices": ' + choices.encode() + b"}")
+
+
 @pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"choices": ["x"]}', b"\xff"])
 def test_what_is_no_answer_of_the_api_is_refused(said: bytes) -> None:
     with pytest.raises(ProtocolError, match="no JSON"):
