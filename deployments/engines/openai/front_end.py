@@ -48,6 +48,7 @@ class Answer:
         self._changed = asyncio.Event()
         self.first: ServerOutput | None = None
         self.has_ended = self.failed = False
+        self._tells_why = False
 
     def came(self, output: ServerOutput) -> None:
         self.first = self.first or output
@@ -56,6 +57,7 @@ class Answer:
         self._parts += parts
         self._bytes += sum(map(len, parts))
         if output.finish_reason is not None:
+            self._tells_why = bool(parts)
             self.end(failed=output.finish_reason == "error")
         self._changed.set()
 
@@ -86,7 +88,7 @@ class Answer:
             await self._next()
         if part := self._taken():
             yield part
-        elif self.failed:
+        if self.failed and not self._tells_why:
             yield _broken_off()
 
     async def _next(self) -> None:
@@ -184,7 +186,7 @@ class ServersFrontEnd:
         def made() -> tuple[ServerRequest, Question | None]:
             asked = server_request(path, body, self.server_model, tenant)
             asked.request_id, asked.answer_id, asked.model = f"{answer_id}-{number[:8]}", answer_id, self.model
-            return asked, _question(body, self.model, context, asked)
+            return asked, _question(path, body, self.model, context, asked)
 
         return await asyncio.to_thread(made) if size >= IN_A_THREAD_BYTES else made()
 
@@ -248,7 +250,8 @@ def server_request(path: str, body: Mapping[str, Any], server_model: str, tenant
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InputError("stream_options must be an object")
-    pieces, streams = prompt if isinstance(prompt, list) else pieces_of(prompt), bool(body.get("stream"))
+    tells_usage, streams = _flag(options, "include_usage"), _flag(body, "stream")
+    pieces = prompt if isinstance(prompt, list) else pieces_of(prompt)
     told = {name: value for name, value in body.items() if name not in _NOT_FOR_SERVERS} | {"model": server_model}
     if streams:
         told["stream_options"] = {**options, "include_usage": True}
@@ -262,7 +265,7 @@ def server_request(path: str, body: Mapping[str, Any], server_model: str, tenant
         created=int(time.time()),
         model="",
         streams=streams,
-        tells_usage=bool(options.get("include_usage")),
+        tells_usage=tells_usage,
         prompt_tokens=max(len(pieces), 1),
         max_output_tokens=_most_output(path, body),
         pieces=pieces,
@@ -289,6 +292,14 @@ def _count(body: Mapping[str, Any], name: str) -> int | None:
     return given
 
 
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    """A server may take what is no flag for either."""
+    given = body.get(name)
+    if given is not None and not isinstance(given, bool):
+        raise InputError(f"{name} must be true or false")
+    return bool(given)
+
+
 def _text_of(body: Mapping[str, Any], name: str) -> str | None:
     given = body.get(name)
     if given is not None and not isinstance(given, str):
@@ -306,19 +317,22 @@ def _prompt(path: str, body: Mapping[str, Any]) -> bytes | list[int]:
         )
     if isinstance(prompt, str):
         return prompt.encode(errors="replace")
-    if all(type(each) is int for each in prompt):
-        return prompt
     if path == CHATS and not all(isinstance(each, dict) for each in prompt):
         raise InputError("each of messages must be an object")
+    if all(type(each) is int for each in prompt):
+        return prompt
     of_tools = {"tools": tools} if (tools := body.get("tools")) else {}
     return msgspec.json.encode([of_tools, prompt])
 
 
-def _question(body: Mapping[str, Any], model: str, context: HttpContext, asked: ServerRequest) -> Question | None:
+def _question(
+    path: str, body: Mapping[str, Any], model: str, context: HttpContext, asked: ServerRequest
+) -> Question | None:
     """What a learned predictor may go by; None for a prompt that has no text."""
-    messages, prompt = body.get("messages"), body.get("prompt")
-    found = asked_in(messages) if isinstance(messages, list) else None
-    text, system_prompt = (found.prompt, found.system_prompt) if found is not None else (prompt, "")
+    text, system_prompt = body.get("prompt"), ""
+    if path == CHATS:
+        found = asked_in(messages) if isinstance(messages := body["messages"], list) else None
+        text, system_prompt = (None, "") if found is None else (found.prompt, found.system_prompt)
     if not isinstance(text, str):
         return None
     return Question(

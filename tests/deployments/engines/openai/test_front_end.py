@@ -175,6 +175,35 @@ async def test_what_is_no_request_is_refused_before_it_costs_anything(
     assert running.servers.asked == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", {"messages": [1, 2]}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": "false"}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": [0]}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": "no"}}, 400),
+        ("/v1/completions", {"prompt": "Hello", "messages": [1]}, 200),
+        ("/v1/completions", {"prompt": "Hello", "messages": ["x", None]}, 200),
+        ("/v1/completions", {"prompt": [-1, 10**20]}, 200),
+    ],
+)
+async def test_a_body_of_an_odd_shape_is_answered_as_the_api_says(
+    running: Running, path: str, body: dict[str, Any], status: int
+) -> None:
+    posted = await running.asked(body, path)
+    if not posted.done():
+        running.servers.say(b"{}", finish_reason="stop")
+    assert (await posted).status_code == status
+    assert running.is_idle
+
+
+async def test_a_completion_is_predicted_by_its_own_prompt(running: Running) -> None:
+    posted = await running.asked({"prompt": "Hello", "messages": CHAT["messages"]}, "/v1/completions")
+    (question,) = running.servers.questions
+    assert question is not None and (question.prompt, question.system_prompt) == ("Hello", "")
+    posted.cancel()
+
+
 async def test_a_client_that_leaves_takes_its_request_along(running: Running) -> None:
     posted = await running.asked(CHAT)
     posted.cancel()
@@ -201,6 +230,19 @@ async def test_what_a_slow_reader_leaves_is_bounded(running: Running, monkeypatc
         running.servers.say(b"x" * 50)
     await until(lambda: bool(running.servers.cancelled))
     posted.cancel()
+
+
+async def test_a_stream_that_is_given_up_says_so(running: Running) -> None:
+    """Its client reads what had come; without another word it would take that for all."""
+    asked: Any = await running.reader._asked("/v1/chat/completions", CHAT | {"stream": True}, HttpContext(0.0, "a"), 9)
+    exchanged = asyncio.create_task(running.reader._exchanged(*asked, HttpContext(0.0, "a")))
+    await until(lambda: bool(running.servers.asked))
+    running.servers.say(b"data: 1\n\n", content_type=SSE)
+    response: Any = await exchanged
+    await running.reader.abort([running.servers.asked[0].request_id])
+    first, error, done, rest = b"".join([part async for part in response.body_iterator]).split(b"\n\n")
+    assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
 
 
 async def test_the_model_has_its_public_name(running: Running) -> None:
