@@ -42,11 +42,11 @@ class ScaleNeed:
 
 
 def told(pages: Iterable[bytes]) -> dict[str, float]:
-    """Of several routers together: all work that came, and the mean of their ratios if there is one.
+    """Of several routers together: all work that came, how many they are, and the mean of their ratios if there is one.
 
     They share their requests evenly, so the highest of them would be the one with the fewest by chance.
     """
     found = [msgspec.json.decode(page) for page in pages]
     ratios = [each["ratio"] for each in found if each["ratio"] is not None]
-    together = {"arrived_s": float(sum(each["arrived_s"] for each in found))}
+    together = {"arrived_s": float(sum(each["arrived_s"] for each in found)), "routers": float(len(found))}
     return together | ({"ratio": sum(ratios) / len(ratios)} if ratios else {})

@@ -149,10 +149,13 @@ def _object(data: bytes) -> dict[str, Any]:
         said = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the server's answer is no JSON: {error}") from error
-    choices = said.get("choices") or [] if isinstance(said, dict) else None
-    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+    if not isinstance(said, dict) or not _are_objects(said.get("choices") or []):
         raise ProtocolError("the server's answer is no JSON object of the OpenAI API")
     return said
+
+
+def _are_objects(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def _event(said: Mapping[str, Any]) -> bytes:
