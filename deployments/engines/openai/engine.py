@@ -34,6 +34,8 @@ BUSY = {
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 }
+# Of what its client asked for, and would be of any server: no failure of this service.
+OF_THE_CLIENT = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 BUSY_PAUSE_S, BUSY_PAUSES = 0.25, 6  # twice as long each time, before a client is told
 SHOWN_ERROR_BYTES = 64 << 10
 DEFAULT_CONTEXT_TOKENS = 1 << 17  # of a server that does not say what its model has
@@ -283,8 +285,13 @@ def _or_raised(output: ServerOutput | ReplicaLostError) -> ServerOutput:
 
 
 def _refused(request: ServerRequest, status: int, content_type: str, said: bytes) -> ServerOutput:
+    is_the_clients = status in OF_THE_CLIENT and not request.said  # else another server took it
     return ServerOutput(
-        request_id=request.request_id, finish_reason="error", status=status, content_type=content_type, parts=[said]
+        request_id=request.request_id,
+        finish_reason="cancelled" if is_the_clients else "error",
+        status=status,
+        content_type=content_type,
+        parts=[said],
     )
 
 

@@ -26,6 +26,7 @@ from policies.errors import AdmissionError, InputError, ReplicaLostError, StateS
 from predictor.conversation import asked_in
 from predictor.learned import Question
 from router.background import BackgroundTasks
+from router.codec import WHOLE
 from router.prefill_decode import EngineClient
 from router.timing import HttpContext, RequestTiming, current
 
@@ -58,7 +59,7 @@ class Answer:
         self._bytes += sum(map(len, parts))
         if output.finish_reason is not None:
             self._tells_why = bool(parts)
-            self.end(failed=output.finish_reason == "error")
+            self.end(failed=output.finish_reason not in WHOLE)
         self._changed.set()
 
     def end(self, *, failed: bool) -> None:

@@ -14,7 +14,7 @@ from deployments.engines.base import Engine
 from deployments.engines.openai import engine as under_test
 from deployments.engines.openai.engine import OpenAiEngine
 from deployments.engines.openai.events import Events
-from deployments.engines.openai.messages import ServerOutput, ServerRequest
+from deployments.engines.openai.messages import ServerOutput, ServerRequest, piece_id
 from policies.errors import EngineStartError, ReplicaLostError
 from tests.waiting import until
 
@@ -157,19 +157,37 @@ async def test_a_whole_answer_comes_at_once(running: Running, server: Server) ->
     assert (len(end.new_token_ids), end.finish_reason, end.status) == (9, "length", 200)
 
 
-async def test_what_the_server_refuses_its_client_is_told(running: Running, server: Server) -> None:
+@pytest.mark.parametrize(
+    ("status", "ends"), [(400, "cancelled"), (413, "cancelled"), (422, "cancelled"), (401, "error"), (500, "error")]
+)
+async def test_what_the_server_refuses_its_client_is_told(
+    running: Running, server: Server, status: int, ends: str
+) -> None:
+    """What its client did wrong is no error of this service: alerts and verdicts on candidates count those."""
+
     async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "too long"}}, status=400)
+        return web.json_response({"error": {"message": "too long"}}, status=status)
 
     server.answer = answer
     await running.engine.add(asked("one"))
     end = await running.end_of("one")
     assert (end.finish_reason, end.status, json.loads(end.parts[0])) == (
-        "error",
-        400,
+        ends,
+        status,
         {"error": {"message": "too long"}},
     )
     assert len(server.got) == 1
+
+
+async def test_a_refusal_of_what_another_server_took_is_an_error(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({}, status=400)
+
+    server.answer = answer
+    begun = asked("one")
+    begun.said = [piece_id(0, "a")]
+    await running.engine.add(begun)
+    assert (await running.end_of("one")).finish_reason == "error"
 
 
 @pytest.mark.parametrize("times", [3, 99])

@@ -107,9 +107,11 @@ async def test_a_stream_comes_in_its_parts(running: Running) -> None:
     assert running.is_idle
 
 
-async def test_a_refusal_of_the_server_has_its_status_and_its_words(running: Running) -> None:
-    posted = await running.asked(CHAT | {"stream": True})
-    running.servers.say(b'{"error": {"message": "too long"}}', finish_reason="error", status=400)
+@pytest.mark.parametrize("ends", ["error", "cancelled"])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_refusal_of_the_server_has_its_status_and_its_words(running: Running, ends: str, streams: bool) -> None:
+    posted = await running.asked(CHAT | {"stream": streams})
+    running.servers.say(b'{"error": {"message": "too long"}}', finish_reason=ends, status=400)
     response = await posted
     assert (response.status_code, response.json()) == (400, {"error": {"message": "too long"}})
 
