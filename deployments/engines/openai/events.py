@@ -31,11 +31,14 @@ class Events:
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Raises ProtocolError for an event that does not end."""
+        """Takes time in proportion to the chunk, however long an event is. Raises ProtocolError for one that does not
+        end."""
+        looked_at = max(len(self._rest) - 1, 0)
         self._rest += chunk.replace(b"\r", b"")  # of line ends: in JSON it is escaped
-        *events, rest = self._rest.split(b"\n\n")
-        self._rest = rest
-        if len(rest) > MOST_BYTES:
+        events: list[bytearray] = []
+        if self._rest.find(b"\n\n", looked_at) >= 0:
+            *events, self._rest = self._rest.split(b"\n\n")
+        if len(self._rest) > MOST_BYTES:
             raise ProtocolError(f"an event has more than {MOST_BYTES} bytes")
         for event in events:
             lines = [line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:")]

@@ -1,6 +1,7 @@
 """What clients get of the answers of servers of others."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ def test_events_are_the_same_wherever_a_stream_is_cut(cuts: list[int], with_retu
     events = Events()
     found = [event for start, end in zip(edges, edges[1:], strict=False) for event in events.feed(stream[start:end])]
     assert found == SENT
+
+
+def test_a_long_event_costs_what_its_bytes_do() -> None:
+    """An image in an answer, which comes in pieces: the replica's event loop must not look through it at each."""
+    data, piece, events = b"x" * (16 << 20), 1 << 14, Events()
+    began_s = time.process_time()
+    stream = b"data: " + data + b"\n\n"
+    found = [each for at in range(0, len(stream), piece) for each in events.feed(stream[at : at + piece])]
+    assert found == [data]
+    assert time.process_time() - began_s < 2.0  # some hundredths; several seconds if each piece is one more look at all
 
 
 def test_a_stream_is_the_clients_own_and_each_part_of_it_has_text() -> None:
