@@ -127,6 +127,8 @@ class ServersFrontEnd:
                     await self._hand_on(output)
         finally:
             self.errored = True
+            for answer in self._answers.values():
+                answer.end(failed=True)
 
     async def _hand_on(self, output: ServerOutput) -> None:
         answer = self._answers.get(output.request_id)
@@ -193,6 +195,8 @@ class ServersFrontEnd:
 
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
         """Raises one of _REFUSALS."""
+        if self.errored:
+            raise ReplicaLostError("this router reads no more answers, and is about to be replaced")
         timing = RequestTiming(received_s=context.received_s, submitted_s=time.monotonic())
         timing.session = context.in_session()
         context.model = self.model

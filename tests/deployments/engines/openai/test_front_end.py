@@ -253,6 +253,24 @@ async def test_the_model_has_its_public_name(running: Running) -> None:
     assert (await running.client.get("/health")).status_code == 200
 
 
+@pytest.mark.parametrize("streams", [True, False])
+async def test_once_nothing_is_read_no_request_waits_for_an_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Their router is replaced, and may wait for them before it ends."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("what came is no output")
+
+    posted = await running.asked(CHAT | {"stream": streams})
+    monkeypatch.setattr(ServersFrontEnd, "_hand_on", fails)
+    running.servers.say(b"{}", finish_reason="stop")
+    async with asyncio.timeout(5.0):
+        assert (await posted).status_code == 503
+        assert (await (await running.asked(CHAT))).status_code == 503
+    assert running.is_idle and len(running.servers.asked) == 1
+
+
 async def test_once_nothing_is_read_the_router_says_so() -> None:
     class Broken(Servers):
         async def next_outputs(self) -> Outputs:
