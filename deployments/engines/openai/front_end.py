@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ID_PREFIXES = {CHATS: "chatcmpl", COMPLETIONS: "cmpl"}
 USUAL_MAX_TOKENS = 16  # of completions, by the API
+MOST_COUNTED = (1 << 31) - 1  # of tokens and answers: what a server's C takes
 MOST_UNREAD_BYTES = 16 << 20  # of an answer whose client reads slower than it comes
 _NOT_FOR_SERVERS = ("service_tier",)  # what this router answers for
 _REFUSALS = (AdmissionError, InputError, ReplicaLostError, StateStoreError)
@@ -292,8 +293,8 @@ def _most_output(path: str, body: Mapping[str, Any]) -> int | None:
 
 def _count(body: Mapping[str, Any], name: str) -> int | None:
     given = body.get(name)
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
-        raise InputError(f"{name} must be a whole number, got {str(given)[:64]!r}")
+    if given is not None and (type(given) is not int or not 0 <= given <= MOST_COUNTED):
+        raise InputError(f"{name} must be a whole number up to {MOST_COUNTED}, got {str(given)[:64]!r}")
     return given
 
 
