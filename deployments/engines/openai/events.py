@@ -78,7 +78,7 @@ class Told:
             self.is_done = True
             return self._output([], _DONE_EVENT, self._end())
         said = _object(data)
-        if "error" in said:
+        if said.get("error") is not None:
             return self._broken_off(said)
         self._note(said)
         has_choices = bool(said.get("choices"))

@@ -99,6 +99,11 @@ def test_an_error_in_a_stream_ends_it() -> None:
     assert client_gets([error]) == [{"error": {"message": "no"}}, "[DONE]"]
 
 
+def test_a_field_for_errors_without_one_ends_nothing() -> None:
+    said, end = told([chunk({"content": "A"}, error=None), chunk({}, "stop"), DONE], request())
+    assert (len(said.new_token_ids), end.finish_reason) == (1, "stop")
+
+
 def test_a_whole_answer_is_named_and_counted() -> None:
     body = {"id": "theirs", "choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 4}}
     output = Told(request(streams=False)).whole(json.dumps(body).encode())
