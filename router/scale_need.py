@@ -18,7 +18,7 @@ class ScaleNeed:
         self._arrived_s = 0.0
 
     def queued(self, entry: Entry[Any], now_s: float) -> None:
-        """It came with a prediction; what may not queue counts as well, and what takes what others leave does not."""
+        """It came; what may not queue counts as well, and what takes what others leave does not."""
         timing, foreseen = entry.timing, entry.foreseen
         if entry.ticket.fills_idle:
             return
