@@ -6,6 +6,7 @@ requests go on elsewhere, and the replica that Ray Serve starts in its place wai
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from router.background import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
+SILENCE_S = 60  # without a word from the kernel of a server's host, or with nothing taken of a body, ends a connection
 LOOK_EVERY_S, LOOK_S = 1.0, 5.0
 MISSES = 3  # looks in a row at which nothing answers, before the server counts as away
 GATHER_S = 0.002  # in which all streams of one step of the server come
@@ -80,7 +82,8 @@ class OpenAiEngine:
         (url,) = section.urls
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+        session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
         try:
             context_tokens = await _context_tokens(session, url, model, tell)
         except BaseException:
@@ -222,6 +225,20 @@ class OpenAiEngine:
             self._away = why
             logger.error("the server %s is away: %s", self._url, why)
             await self._outputs.put(ReplicaLostError(f"the server {self._url} is away: {why}"))
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """By which a host that has vanished is noticed also while an answer is waited for."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, SILENCE_S // 3),
+        (socket.TCP_KEEPINTVL, SILENCE_S // 6),
+        (socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S),
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _context_tokens(

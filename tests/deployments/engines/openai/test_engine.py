@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -312,6 +313,19 @@ async def test_an_error_that_comes_in_pieces_is_told_whole(running: Running, ser
     server.answer = answer
     await running.engine.add(asked("one"))
     assert (await running.end_of("one")).parts == [said]
+
+
+async def test_a_server_whose_host_has_vanished_is_noticed_on_each_connection(running: Running, server: Server) -> None:
+    """Where a gateway has put another server in its place, looks find nothing amiss, and nothing is sent any more on
+    the connection of a request that waits for its answer."""
+    server.answer = lambda request: server.streamed(request, "a" * 1000, 0.05)
+    await running.engine.add(asked("one"))
+    await until(lambda: bool(running.outputs["one"]))
+    (reading,) = [each for each in running.made._session.connector._acquired if each.transport]  # type: ignore
+    sock = reading.transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    silence_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3
+    assert silence_s == under_test.SILENCE_S
 
 
 async def test_what_is_cancelled_the_server_hears_of(running: Running, server: Server) -> None:
