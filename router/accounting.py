@@ -74,8 +74,8 @@ class Accounting:
         if entry.has_ended:  # before this was known
             self._settle(entry)
 
-    def foreseen(self, entry: Entry[Any]) -> None:
-        """It was predicted when its first token comes."""
+    def arrived(self, entry: Entry[Any]) -> None:
+        """A store has seen it, and may have predicted when its first token comes."""
         self._need.queued(entry, self._clock.now())
 
     def waits(self, entries: Iterable[Entry[Any]]) -> None:

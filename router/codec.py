@@ -21,7 +21,7 @@ WHOLE = ("stop", "length", "repetition")
 class Output(Protocol):
     """One request's share of an engine step.
 
-    str(finish_reason) is one of WHOLE, "abort" or "error".
+    str(finish_reason) is one of WHOLE, "abort", "error", or "cancelled" where its client asked for what cannot be.
     """
 
     request_id: str

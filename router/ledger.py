@@ -95,7 +95,8 @@ class Entry(Generic[RequestT]):
         repeats: tokens that a replayed stream is still to repeat.
         moves, recalls: how often it lost its replica, and how often its slot.
         continuations: how often it went on with a part of its answer sent.
-        foreseen: what was predicted of it as it was queued first; None before.
+        has_arrived: a store has answered for it.
+        foreseen: what was predicted of it as it was queued first; None before, and where nothing is.
         planned_key: its deadline key by the policies, where requests are served in another order.
         foresight: what the learned predictor said of it, None where there is none.
         predicted_hit_tokens: of its prompt, what its replica was taken to have cached when it was sent; None once its
@@ -125,6 +126,7 @@ class Entry(Generic[RequestT]):
     moves: int = 0
     recalls: int = 0
     continuations: int = 0
+    has_arrived: bool = False
     foreseen: Foreseen | None = None
     planned_key: float | None = None
     foresight: Foresight | None = None

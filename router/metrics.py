@@ -64,7 +64,8 @@ class RouterMetrics:
         """What became of requests, how long it took, how many tokens they had."""
         self.requests = self._counter(
             "requests",
-            "Requests ended, by outcome: stop, length, repetition, cancelled, error, refused.",
+            "Requests ended, by outcome: stop, length, repetition, cancelled (their client left, or asked a server of "
+            "others for what cannot be), error, refused.",
             "slo_class",
             "bin",
             "outcome",

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
@@ -136,11 +137,15 @@ class Queueing(Generic[RequestT]):
         return None
 
     def _foresee(self, entry: Entry[RequestT], foreseen: Foreseen | None) -> None:
-        """The first time counts."""
-        if entry.foreseen is None and foreseen is not None:
+        """The first time counts. Where requests start as they came, nothing is known of a first token: it is at
+        infinity."""
+        if entry.has_arrived or foreseen is None:
+            return
+        entry.has_arrived = True
+        if math.isfinite(foreseen.first_token_s):
             serving = sum(each.info.takes(entry.slo_class) for each in self._connections.all_open)
             entry.foreseen = foreseen._replace(replicas=serving)
-            self._accounting.foreseen(entry)
+        self._accounting.arrived(entry)
 
     async def _into_a_store(self, entry: Entry[RequestT], limits: Limits) -> Queued | Refusal:
         """The shared one; while it is away our own, if a replica is connected: then it has less time to answer.

@@ -18,7 +18,7 @@ class ScaleNeed:
         self._arrived_s = 0.0
 
     def queued(self, entry: Entry[Any], now_s: float) -> None:
-        """It came with a prediction; what may not queue counts as well, and what takes what others leave does not."""
+        """It came; what may not queue counts as well, and what takes what others leave does not."""
         timing, foreseen = entry.timing, entry.foreseen
         if entry.ticket.fills_idle:
             return
@@ -42,11 +42,11 @@ class ScaleNeed:
 
 
 def told(pages: Iterable[bytes]) -> dict[str, float]:
-    """Of several routers together: all work that came, and the mean of their ratios if there is one.
+    """Of several routers together: all work that came, how many they are, and the mean of their ratios if there is one.
 
     They share their requests evenly, so the highest of them would be the one with the fewest by chance.
     """
     found = [msgspec.json.decode(page) for page in pages]
     ratios = [each["ratio"] for each in found if each["ratio"] is not None]
-    together = {"arrived_s": float(sum(each["arrived_s"] for each in found))}
+    together = {"arrived_s": float(sum(each["arrived_s"] for each in found)), "routers": float(len(found))}
     return together | ({"ratio": sum(ratios) / len(ratios)} if ratios else {})

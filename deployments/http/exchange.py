@@ -207,13 +207,16 @@ class Exchange:
         return next((timing.session.task_left_s for timing in self.context.timings if timing.session is not None), None)
 
     async def broke_off(self, error: Exception) -> bool:
-        """The application has failed. True when its client got a refusal for that; else it got what was held."""
+        """The application has failed. True when its client got a refusal for that; else it got what was held, or gets
+        Ray Serve's 500."""
         refusal = self.context.refusal or (error if isinstance(error, AWAY) else None)
         if self._start is None and (self._status or refusal is None):
+            self._status = self._status or HTTPStatus.INTERNAL_SERVER_ERROR
             return False
         if refusal is None:
             if self._held and self._start is not None:
                 await self._begin(self._start)
+            self._status = self._status or HTTPStatus.INTERNAL_SERVER_ERROR
             return False
         await self.refuse(refusal)
         return True

@@ -160,8 +160,8 @@ class KeyRing:
         """Read every source again, and parse what is new in it. When one cannot be read, the keys stay as they are.
 
         Raises:
-            ConfigError: the file or the environment is malformed or names a class that is not there, or two entries
-                have one key. A wrong one in Redis, where nobody could check it, is left out by itself.
+            ConfigError: the file or the environment is malformed or names a class that is not there, or two of their
+                entries have one key. A wrong one in Redis, where nobody could check it, is left out by itself.
             StateStoreError: Redis does not answer.
         """
         stored = await self._from_redis()
@@ -175,7 +175,7 @@ class KeyRing:
                 raise ConfigError(wrong)
         read = self._redis_read
         self._redis_read = {raw: read[raw] if raw in read else stored_entries(raw) for raw in stored}
-        return _by_hash([*configured, *self._usable(chain.from_iterable(self._redis_read.values()))])
+        return _by_hash(configured, self._usable(chain.from_iterable(self._redis_read.values())))
 
     def _usable(self, entries: Iterable[KeyEntry]) -> Iterator[KeyEntry]:
         for entry in entries:
@@ -197,9 +197,11 @@ class KeyRing:
         try:
             if self._file.stat().st_size > MAX_FILE_BYTES:
                 raise ConfigError(f"keys.file {self._file} exceeds {MAX_FILE_BYTES} bytes")
-            text = self._file.read_text()
+            text = self._file.read_text("utf-8")
         except OSError as error:
             raise ConfigError(f"keys.file {self._file}: {error.strerror}") from error
+        except UnicodeDecodeError:
+            raise ConfigError(f"keys.file {self._file}: it is not UTF-8") from None
         if self._file_read is None or self._file_read[0] != text:
             self._file_read = text, parse_entries(text, f"keys.file {self._file}")
         return self._file_read[1]
@@ -228,10 +230,14 @@ def stored_entries(raw: bytes) -> list[KeyEntry]:
         return []
 
 
-def _by_hash(entries: Iterable[KeyEntry]) -> dict[str, Tenant]:
+def _by_hash(configured: Iterable[KeyEntry], stored: Iterable[KeyEntry]) -> dict[str, Tenant]:
+    """Raises ConfigError: two configured entries have one key. A stored one whose key is known already is left out."""
     tenants: dict[str, Tenant] = {}
-    for entry in entries:
+    for entry in configured:
         if entry.sha256 in tenants:
             raise ConfigError(f"keys {tenants[entry.sha256].name!r} and {entry.name!r} are one key")
         tenants[entry.sha256] = entry.tenant
+    for entry in stored:
+        if (known := tenants.setdefault(entry.sha256, entry.tenant)) is not entry.tenant:
+            logger.error("the key %r is that of %r: it is left out until that is put right", entry.name, known.name)
     return tenants

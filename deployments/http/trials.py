@@ -169,13 +169,19 @@ def ended_as(context: HttpContext, status: int) -> Ended | None:
     """How an exchange ended, by what it was promised; None where that says nothing of the version: its client left or
     asked for what cannot be, its key had spent what it may have, or no engine was asked."""
     timings = context.timings
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or any(timing.outcome == "error" for timing in timings):
+    if _has_failed(timings, status):
         return Ended(Outcome.FAILED)
     if not timings or any(_says_nothing(timing) for timing in timings):
         return None
     last_s = max((timing.last_token_s for timing in timings if timing.last_token_s is not None), default=None)
     whole_s = None if last_s is None else last_s - context.received_s
     return Ended(_outcome(timings), sum(timing.output_tokens for timing in timings), whole_s)
+
+
+def _has_failed(timings: list[RequestTiming], status: int) -> bool:
+    """By an error of ours: with 501 it was asked for what the model cannot do."""
+    is_ours = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != HTTPStatus.NOT_IMPLEMENTED
+    return is_ours or any(timing.outcome == "error" for timing in timings)
 
 
 def _says_nothing(timing: RequestTiming) -> bool:
@@ -190,10 +196,12 @@ def _outcome(timings: list[RequestTiming]) -> Outcome:
 
 def ran_as(context: HttpContext, status: int, promise: Promise) -> Ended | None:
     """As `ended_as` of a request beside a copy, or of the copy: by the first one's promise, and from when each was sent
-    to a replica. A copy waits behind everybody, which says nothing of its version. None also where one had to give
-    its slot to others."""
+    to a replica. A copy waits behind everybody, which says nothing of its version, even if it waits in vain. None also
+    where one had to give its slot to others."""
     timings = context.timings
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or any(timing.outcome == "error" for timing in timings):
+    if any(timing.unserved is not None for timing in timings):
+        return None
+    if _has_failed(timings, status):
         return Ended(Outcome.FAILED)
     if not timings or not all(_ran(timing) for timing in timings):
         return None

@@ -126,6 +126,7 @@ class ByPromises:
                 arrived_s=value["arrived_s"],
                 waiting_s=state.waiting_s * state.slowness,
                 ratio=value.get("ratio"),
+                routers=round(value.get("routers", 1)),
             )
         )
         return wanted, {}

@@ -55,7 +55,8 @@ class PromisedState:
 
     Attributes:
         replicas, starting: that serve, and that will.
-        arrived_s: predicted seconds of all work that ever came.
+        arrived_s: predicted seconds of all work that ever came to the routers that told of it.
+        routers: how many of them told.
         waiting_s: of that, what waits.
         ratio: as of `Ratios.worst`.
     """
@@ -66,6 +67,7 @@ class PromisedState:
     arrived_s: float
     waiting_s: float
     ratio: float | None
+    routers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +96,21 @@ class Forecast:
     def __init__(self) -> None:
         self.level: float | None = None
         self._trend = 0.0
-        self._seen: tuple[float, float] | None = None  # when, and the amount
+        self._seen: tuple[float, float, int] | None = None  # when, the amount, and how many told
 
-    def observe(self, now_s: float, amount: float, memory_s: float) -> None:
+    def observe(self, now_s: float, amount: float, memory_s: float, tellers: int = 1) -> None:
         """Args:
         amount: of all time.
         memory_s: of the level; a trend is learned more slowly.
+        tellers: of parts of the amount. Where they are more or fewer than before, what came since is not known: one who
+            was silent for a while tells again of all time.
         """
-        at_s, had = self._seen or (now_s, amount)
-        passed_s, more = now_s - at_s, max(0.0, amount - had)  # less there is where one who told has left
+        at_s, had, told = self._seen or (now_s, amount, tellers)
+        passed_s, more = now_s - at_s, max(0.0, amount - had)  # less there is where another took one's place
         if self._seen is not None and passed_s <= 0.0:
             return
-        self._seen = now_s, amount
-        if passed_s <= 0.0:
+        self._seen = now_s, amount, tellers
+        if passed_s <= 0.0 or tellers != told:
             return
         rate = more / passed_s
         if self.level is None:
@@ -197,7 +201,7 @@ class ReplicasForPromises:
     def _learn(self, state: PromisedState) -> None:
         passed_s = 0.0 if self._looked_s is None else state.now_s - self._looked_s
         self._looked_s = state.now_s
-        self._work.observe(state.now_s, state.arrived_s, self._start.seconds)
+        self._work.observe(state.now_s, state.arrived_s, self._start.seconds, state.routers)
         level = self._work.level
         if level and state.replicas and state.ratio is not None and passed_s > 0.0:
             self._fit.observe(passed_s, level / state.replicas, state.ratio)

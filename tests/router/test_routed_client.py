@@ -10,6 +10,7 @@ from policies.errors import ConfigError, InputError
 from policies.router.promise import Promise
 from policies.router.tickets import Assignment, Ticket
 from router import event_loop, wire
+from router.classifier import Mode
 from router.clock import MonotonicClock
 from router.state_store import Queued
 from router.terms import RoutedClientConfig
@@ -136,6 +137,20 @@ async def test_in_shadow_mode_requests_start_as_they_came_and_the_plan_is_counte
     assert answers[2].outcome is None
     assert front_end.count("shadow_starts_total", slo_class="patient", plan="later") == 1
     await service.finish(answers)
+    assert replica.engine.most_held == 1
+
+
+@pytest.mark.parametrize("mode", ["stock", "shadow"])
+async def test_where_requests_start_as_they_came_no_first_token_is_predicted(service: Service, mode: Mode) -> None:
+    """It would be at infinity: in sums and causes, and in the ratio by which replicas are scaled."""
+    replica, front_end = await service.replica(slots=1), await service.front_end(mode=mode)
+    await until(lambda: bool(front_end.client.snapshot.replicas))
+    answers = [await front_end.ask(request(), promise=Promise(ttft_s=1e-6, e2e_s=600.0)) for _ in range(12)]
+    await service.finish(answers)
+    assert front_end.count("ttft_error_seconds_total", slo_class="standard") == 0.0
+    assert front_end.count("unkept_requests_total", slo_class="standard", cause="foreseen") == 0.0
+    need = msgspec.json.decode(front_end.client.accounting.pages()["need"])
+    assert need["arrived_s"] == 12.0 and 0.0 < need["ratio"] < 1.0
     assert replica.engine.most_held == 1
 
 

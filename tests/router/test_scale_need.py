@@ -40,7 +40,7 @@ async def test_it_tells_the_work_that_came_and_the_worst_ratio_of_its_promises(s
 
 
 async def is_published(service: Service, need: dict[str, float | None]) -> bool:
-    return dict(told((await service.store.published("need")).values())) == need
+    return dict(told((await service.store.published("need")).values())) == need | {"routers": 1.0}
 
 
 def test_what_fills_idle_capacity_calls_for_no_replica() -> None:
@@ -53,5 +53,5 @@ def test_what_fills_idle_capacity_calls_for_no_replica() -> None:
 
 def test_routers_together_have_all_the_work_and_the_mean_of_their_ratios() -> None:
     pages = ({"arrived_s": 2.0, "ratio": 0.5}, {"arrived_s": 3.0, "ratio": 0.7}, {"arrived_s": 0.0, "ratio": None})
-    assert told(map(msgspec.json.encode, pages)) == {"arrived_s": 5.0, "ratio": pytest.approx(0.6)}
-    assert told([]) == {"arrived_s": 0.0}
+    assert told(map(msgspec.json.encode, pages)) == {"arrived_s": 5.0, "routers": 3.0, "ratio": pytest.approx(0.6)}
+    assert told([]) == {"arrived_s": 0.0, "routers": 0.0}

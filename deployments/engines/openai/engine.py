@@ -6,6 +6,7 @@ requests go on elsewhere, and the replica that Ray Serve starts in its place wai
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
@@ -24,6 +25,7 @@ from router.background import BackgroundTasks
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
+SILENCE_S = 60  # without a word from the kernel of a server's host, or with nothing taken of a body, ends a connection
 LOOK_EVERY_S, LOOK_S = 1.0, 5.0
 MISSES = 3  # looks in a row at which nothing answers, before the server counts as away
 GATHER_S = 0.002  # in which all streams of one step of the server come
@@ -34,11 +36,13 @@ BUSY = {
     HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 }
+# Of what its client asked for, and would be of any server: no failure of this service.
+OF_THE_CLIENT = {HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY}
 BUSY_PAUSE_S, BUSY_PAUSES = 0.25, 6  # twice as long each time, before a client is told
 SHOWN_ERROR_BYTES = 64 << 10
 DEFAULT_CONTEXT_TOKENS = 1 << 17  # of a server that does not say what its model has
 CLOSE_S = 5.0
-_AWAY = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
+_AWAY = (aiohttp.ClientError, OSError)  # and what answers, but not in HTTP
 
 
 class OpenAiEngine:
@@ -78,7 +82,8 @@ class OpenAiEngine:
         (url,) = section.urls
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0))
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_socket)
+        session = aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector)
         try:
             context_tokens = await _context_tokens(session, url, model, tell)
         except BaseException:
@@ -146,6 +151,13 @@ class OpenAiEngine:
     # One request
 
     async def _answer(self, request: ServerRequest) -> None:
+        try:
+            await self._answer_or_refuse(request)
+        except Exception as error:  # of any kind: its client must hear of it
+            await self._put(_error(request, HTTPStatus.BAD_GATEWAY, f"{self._url}: {error!r}"))
+            raise
+
+    async def _answer_or_refuse(self, request: ServerRequest) -> None:
         """A server that is busy, or hangs up before its answer, is asked again: its last word is what a client gets."""
         for pause_s in (*(BUSY_PAUSE_S * 2**number for number in range(BUSY_PAUSES)), None):
             told = Told(request)
@@ -170,7 +182,7 @@ class OpenAiEngine:
         headers = {"Content-Type": "application/json", **(request.trace or {})}
         async with self._session.post(self._url + request.path, data=request.body, headers=headers) as response:
             if response.status >= HTTPStatus.BAD_REQUEST:
-                said = await response.content.read(SHOWN_ERROR_BYTES)
+                said = await _shown(response.content)
                 return _refused(request, response.status, response.content_type, said)
             if not request.streams:
                 await self._put(told.whole(await _bounded(response.content)))
@@ -215,6 +227,20 @@ class OpenAiEngine:
             await self._outputs.put(ReplicaLostError(f"the server {self._url} is away: {why}"))
 
 
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """By which a host that has vanished is noticed also while an answer is waited for."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, SILENCE_S // 3),
+        (socket.TCP_KEEPINTVL, SILENCE_S // 6),
+        (socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S),
+    ):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
+
+
 async def _context_tokens(
     session: aiohttp.ClientSession, url: str, model: str, tell: Callable[[str], object]
 ) -> int | None:
@@ -251,6 +277,14 @@ def _listed(body: bytes) -> Mapping[str, Mapping[str, Any]]:
         return {}
 
 
+async def _shown(content: aiohttp.StreamReader) -> bytes:
+    """Of an error, its first SHOWN_ERROR_BYTES."""
+    said = bytearray()
+    while len(said) < SHOWN_ERROR_BYTES and (part := await content.read(SHOWN_ERROR_BYTES - len(said))):
+        said += part
+    return bytes(said)
+
+
 async def _bounded(content: aiohttp.StreamReader) -> bytes:
     """All of it. Raises ProtocolError beyond MOST_BYTES."""
     body = bytearray()
@@ -268,11 +302,16 @@ def _or_raised(output: ServerOutput | ReplicaLostError) -> ServerOutput:
 
 
 def _refused(request: ServerRequest, status: int, content_type: str, said: bytes) -> ServerOutput:
+    is_the_clients = status in OF_THE_CLIENT and not request.said  # else another server took it
     return ServerOutput(
-        request_id=request.request_id, finish_reason="error", status=status, content_type=content_type, parts=[said]
+        request_id=request.request_id,
+        finish_reason="cancelled" if is_the_clients else "error",
+        status=status,
+        content_type=content_type,
+        parts=[said],
     )
 
 
 def _error(request: ServerRequest, status: HTTPStatus, why: str) -> ServerOutput:
     logger.warning("request %s: %s", request.request_id, why)
-    return _refused(request, status, "text/plain", why.encode())
+    return _refused(request, status, "text/plain", why.encode(errors="replace"))

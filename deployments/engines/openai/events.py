@@ -16,6 +16,8 @@ from policies.errors import ProtocolError, ReplicaLostError
 
 MOST_BYTES = 64 << 20
 """Of an event or a body: beyond it an answer is given up."""
+MOST_TOKENS = 1 << 22
+"""Of an answer: each is an entry of a list, and no model says as many."""
 DONE = b"[DONE]"
 _DONE_EVENT = b"data: " + DONE + b"\n\n"
 _SAID = (*SAID, "tool_calls", "function_call")
@@ -29,11 +31,14 @@ class Events:
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """Raises ProtocolError for an event that does not end."""
+        """Takes time in proportion to the chunk, however long an event is. Raises ProtocolError for one that does not
+        end."""
+        looked_at = max(len(self._rest) - 1, 0)
         self._rest += chunk.replace(b"\r", b"")  # of line ends: in JSON it is escaped
-        *events, rest = self._rest.split(b"\n\n")
-        self._rest = rest
-        if len(rest) > MOST_BYTES:
+        events: list[bytearray] = []
+        if self._rest.find(b"\n\n", looked_at) >= 0:
+            *events, self._rest = self._rest.split(b"\n\n")
+        if len(self._rest) > MOST_BYTES:
             raise ProtocolError(f"an event has more than {MOST_BYTES} bytes")
         for event in events:
             lines = [line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:")]
@@ -73,7 +78,7 @@ class Told:
             self.is_done = True
             return self._output([], _DONE_EVENT, self._end())
         said = _object(data)
-        if "error" in said:
+        if said.get("error") is not None:
             return self._broken_off(said)
         self._note(said)
         has_choices = bool(said.get("choices"))
@@ -117,7 +122,8 @@ class Told:
         for choice in said.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
         usage = said.get("usage")
-        if isinstance(usage, dict) and isinstance(counted := usage.get("completion_tokens"), int):
+        counted = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if type(counted) is int and 0 <= counted <= MOST_TOKENS:
             self.usage_tokens = counted
 
     def _named(self, said: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +152,13 @@ def _object(data: bytes) -> dict[str, Any]:
         said = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"the server's answer is no JSON: {error}") from error
-    if not isinstance(said, dict) or not all(isinstance(each, dict) for each in said.get("choices") or ()):
+    if not isinstance(said, dict) or not _are_objects(said.get("choices") or []):
         raise ProtocolError("the server's answer is no JSON object of the OpenAI API")
     return said
+
+
+def _are_objects(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, dict) for value in values)
 
 
 def _event(said: Mapping[str, Any]) -> bytes:

@@ -26,6 +26,7 @@ from policies.errors import AdmissionError, InputError, ReplicaLostError, StateS
 from predictor.conversation import asked_in
 from predictor.learned import Question
 from router.background import BackgroundTasks
+from router.codec import WHOLE
 from router.prefill_decode import EngineClient
 from router.timing import HttpContext, current
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ID_PREFIXES = {CHATS: "chatcmpl", COMPLETIONS: "cmpl"}
 USUAL_MAX_TOKENS = 16  # of completions, by the API
+MOST_COUNTED = (1 << 31) - 1  # of tokens and answers: what a server's C takes
 MOST_UNREAD_BYTES = 16 << 20  # of an answer whose client reads slower than it comes
 _NOT_FOR_SERVERS = ("service_tier",)  # what this router answers for
 _REFUSALS = (AdmissionError, InputError, ReplicaLostError, StateStoreError)
@@ -48,6 +50,7 @@ class Answer:
         self._changed = asyncio.Event()
         self.first: ServerOutput | None = None
         self.has_ended = self.failed = False
+        self._tells_why = False
 
     def came(self, output: ServerOutput) -> None:
         self.first = self.first or output
@@ -56,7 +59,8 @@ class Answer:
         self._parts += parts
         self._bytes += sum(map(len, parts))
         if output.finish_reason is not None:
-            self.end(failed=output.finish_reason == "error")
+            self._tells_why = bool(parts)
+            self.end(failed=output.finish_reason not in WHOLE)
         self._changed.set()
 
     def end(self, *, failed: bool) -> None:
@@ -86,7 +90,7 @@ class Answer:
             await self._next()
         if part := self._taken():
             yield part
-        elif self.failed:
+        if self.failed and not self._tells_why:
             yield _broken_off()
 
     async def _next(self) -> None:
@@ -124,6 +128,8 @@ class ServersFrontEnd:
                     await self._hand_on(output)
         finally:
             self.errored = True
+            for answer in self._answers.values():
+                answer.end(failed=True)
 
     async def _hand_on(self, output: ServerOutput) -> None:
         answer = self._answers.get(output.request_id)
@@ -189,12 +195,14 @@ class ServersFrontEnd:
         def made() -> tuple[ServerRequest, Question | None]:
             asked = server_request(path, body, self.server_model, tenant)
             asked.request_id, asked.answer_id, asked.model = f"{answer_id}-{number[:8]}", answer_id, self.model
-            return asked, _question(body, self.model, context, asked)
+            return asked, _question(path, body, self.model, context, asked)
 
         return await asyncio.to_thread(made) if size >= IN_A_THREAD_BYTES else made()
 
     async def _exchanged(self, asked: ServerRequest, question: Question | None, context: HttpContext) -> Response:
         """Raises one of _REFUSALS."""
+        if self.errored:
+            raise ReplicaLostError("this router reads no more answers, and is about to be replaced")
         timing = context.timing(time.monotonic())
         context.model = self.model
         context.timings.append(timing)
@@ -253,7 +261,8 @@ def server_request(path: str, body: Mapping[str, Any], server_model: str, tenant
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
         raise InputError("stream_options must be an object")
-    pieces, streams = prompt if isinstance(prompt, list) else pieces_of(prompt), bool(body.get("stream"))
+    tells_usage, streams = _flag(options, "include_usage"), _flag(body, "stream")
+    pieces = prompt if isinstance(prompt, list) else pieces_of(prompt)
     told = {name: value for name, value in body.items() if name not in _NOT_FOR_SERVERS} | {"model": server_model}
     if streams:
         told["stream_options"] = {**options, "include_usage": True}
@@ -267,7 +276,7 @@ def server_request(path: str, body: Mapping[str, Any], server_model: str, tenant
         created=int(time.time()),
         model="",
         streams=streams,
-        tells_usage=bool(options.get("include_usage")),
+        tells_usage=tells_usage,
         prompt_tokens=max(len(pieces), 1),
         max_output_tokens=_most_output(path, body),
         pieces=pieces,
@@ -289,9 +298,17 @@ def _most_output(path: str, body: Mapping[str, Any]) -> int | None:
 
 def _count(body: Mapping[str, Any], name: str) -> int | None:
     given = body.get(name)
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 0):
-        raise InputError(f"{name} must be a whole number, got {str(given)[:64]!r}")
+    if given is not None and (type(given) is not int or not 0 <= given <= MOST_COUNTED):
+        raise InputError(f"{name} must be a whole number up to {MOST_COUNTED}, got {str(given)[:64]!r}")
     return given
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    """A server may take what is no flag for either."""
+    given = body.get(name)
+    if given is not None and not isinstance(given, bool):
+        raise InputError(f"{name} must be true or false")
+    return bool(given)
 
 
 def _text_of(body: Mapping[str, Any], name: str) -> str | None:
@@ -311,19 +328,22 @@ def _prompt(path: str, body: Mapping[str, Any]) -> bytes | list[int]:
         )
     if isinstance(prompt, str):
         return prompt.encode(errors="replace")
-    if all(type(each) is int for each in prompt):
-        return prompt
     if path == CHATS and not all(isinstance(each, dict) for each in prompt):
         raise InputError("each of messages must be an object")
+    if all(type(each) is int for each in prompt):
+        return prompt
     of_tools = {"tools": tools} if (tools := body.get("tools")) else {}
     return msgspec.json.encode([of_tools, prompt])
 
 
-def _question(body: Mapping[str, Any], model: str, context: HttpContext, asked: ServerRequest) -> Question | None:
+def _question(
+    path: str, body: Mapping[str, Any], model: str, context: HttpContext, asked: ServerRequest
+) -> Question | None:
     """What a learned predictor may go by; None for a prompt that has no text."""
-    messages, prompt = body.get("messages"), body.get("prompt")
-    found = asked_in(messages) if isinstance(messages, list) else None
-    text, system_prompt = (found.prompt, found.system_prompt) if found is not None else (prompt, "")
+    text, system_prompt = body.get("prompt"), ""
+    if path == CHATS:
+        found = asked_in(messages) if isinstance(messages := body["messages"], list) else None
+        text, system_prompt = (None, "") if found is None else (found.prompt, found.system_prompt)
     if not isinstance(text, str):
         return None
     return Question(

@@ -23,11 +23,22 @@ def places(choice: dict[str, Any]) -> Iterator[Place]:
     if not isinstance(said, dict):
         return
     found = [(said, name) for name in SAID]
-    calls = [*(said.get("tool_calls") or ()), *([call] if (call := said.get("function_call")) else ())]
-    for call in calls:
-        if isinstance(call, dict) and isinstance(function := call.get("function", call), dict):
+    functions = [*(call.get("function", call) for call in _calls(said)), said.get("function_call")]
+    for function in functions:
+        if isinstance(function, dict):
             found += [(function, "name"), (function, "arguments")]
     yield from ((holder, name) for holder, name in found if isinstance(holder.get(name), str))
+
+
+def _calls(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of tools."""
+    calls = said.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    return function if isinstance(function, dict) else {}
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -94,9 +105,9 @@ def _cut(choice: dict[str, Any], characters: int) -> None:
         if name == "name" and text and not holder[name]:
             del holder[name]
     said = choice.get("delta") or choice
-    calls = [call for call in said.get("tool_calls") or () if isinstance(call, dict)]
+    calls = _calls(said)
     for call in calls:
-        if "name" not in (call.get("function") or {}):
+        if "name" not in _function(call):
             call.pop("id", None)
     if calls:
-        said["tool_calls"] = [call for call in calls if any((call.get("function") or {}).values())]
+        said["tool_calls"] = [call for call in calls if any(_function(call).values())]

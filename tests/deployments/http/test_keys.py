@@ -140,6 +140,39 @@ async def test_one_key_twice_is_refused(tmp_path: Path) -> None:
         await ring(written(tmp_path / "keys.yaml", *entries)).reload()
 
 
+async def test_a_file_that_is_no_text_is_refused_and_keeps_no_class_from_going_back(tmp_path: Path) -> None:
+    key = new_key()
+    file = written(tmp_path / "keys.yaml", {"name": "a", "sha256": digest(key)})
+    keys = ring(file)
+    await keys.reload()
+    file.write_bytes(b"- name: \xff\n")
+    with pytest.raises(ConfigError, match=r"keys\.yaml: it is not UTF-8"):
+        await keys.use_classes(["gold"])
+    written(file, {"name": "a", "sha256": digest(key), "classes": ["offline"]})
+    await keys.reload()
+    assert keys.find(key) is not None
+
+
+async def test_a_key_that_stands_in_redis_a_second_time_is_left_out_by_itself(
+    redis_url: str, namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else no key that is removed would lose its effect, as long as that stands there."""
+    client = connect(redis_url)
+    file = written(tmp_path / "keys.yaml", {"name": "of the file", "sha256": digest("one")})
+    keys = ring(file, client=client, application=namespace)
+    entries = {name: json.dumps({"name": name, "sha256": digest(key)}) for name, key in (("a", "one"), ("b", "two"))}
+    await client.hset(redis_hash(namespace), mapping=entries | {"c": entries["b"].replace('"b"', '"c"')})
+    await keys.reload()
+    first, second = keys.find("one"), keys.find("two")
+    assert first is not None and first.name == "of the file"
+    assert second is not None and keys.named("c" if second.name == "b" else "b") is None
+    assert "the key 'a' is that of 'of the file'" in caplog.text
+    await client.hdel(redis_hash(namespace), "b", "c")
+    await keys.reload()
+    assert keys.find("two") is None
+    await client.aclose()
+
+
 @pytest.mark.parametrize("named", [{"classes": ["offline", "gold"]}, {"default_class": "gold"}])
 async def test_a_class_that_is_not_there_is_named_with_its_entry_and_without_the_key(
     tmp_path: Path, named: dict[str, Any]

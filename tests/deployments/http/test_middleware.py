@@ -740,6 +740,25 @@ async def test_a_client_that_leaves_before_its_response_is_logged_as_such(
     assert line["status"] == 499
 
 
+async def test_an_application_that_raises_before_its_response_is_logged_as_failed(
+    log: pytest.LogCaptureFixture,
+) -> None:
+    """Ray Serve answers 500 for it."""
+
+    async def fails(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("broken")
+
+    ended = list[int]()
+
+    async def tells(scope: Scope, receive: Receive, send: Send) -> None:
+        context().when_over.append(ended.append)
+        await fails(scope, receive, send)
+
+    assert await sent_by(tells) == []
+    (line,) = logged(log)
+    assert (line["status"], ended) == (500, [500])
+
+
 async def test_a_client_that_reads_nothing_more_is_given_up_and_a_slow_one_is_not(
     log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

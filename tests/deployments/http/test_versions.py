@@ -23,6 +23,7 @@ from deployments.http.promises import Promises
 from deployments.http.sessions import SESSION_HEADER
 from deployments.http.trials import Tally, Trial
 from deployments.http.versions import Versions
+from policies.errors import ReplicaLostError
 from policies.live import Live
 from policies.router.candidate import Verdict, place
 from policies.router.explanation import Cause
@@ -48,7 +49,7 @@ class FrontEnd:
         self.name, self.bodies, self.contexts = name, list[Any](), list[Any]()
         self.raw = list[bytes]()
         self.status, self.ttft_s, self.outcome, self.cause = 200, 0.1, "stop", None
-        self.recalls = 0
+        self.recalls, self.unserved = 0, None
         self.may_end = asyncio.Event()
         self.may_end.set()
         paths = (CHAT, RESPONSES, "/tokenize")
@@ -64,6 +65,7 @@ class FrontEnd:
             timing = RequestTiming(context.received_s, now_s, promise=context.promise, assigned_s=now_s)
             timing.first_token_s = timing.last_token_s = max(context.received_s, now_s) + self.ttft_s
             timing.output_tokens, timing.outcome, timing.cause = 7, self.outcome, self.cause
+            timing.unserved = self.unserved
             timing.ended = dict.fromkeys(TOLD) | {"recalls": self.recalls, "moves": 0}
             context.timings.append(timing)
         await self.may_end.wait()
@@ -290,6 +292,7 @@ async def test_two_candidates_have_parts_of_their_own(make: Callable[..., Rig]) 
         ({"status": 429, "outcome": "refused", "cause": Cause.LATE}, "missed"),
         ({"status": 429, "outcome": "refused", "cause": Cause.QUOTA}, None),
         ({"outcome": "cancelled"}, None),
+        ({"status": 501, "outcome": "cancelled"}, None),
     ],
 )
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -365,8 +368,11 @@ async def test_a_failure_of_a_copy_is_counted_and_seen_by_nobody(make: Callable[
     assert (rig.trials[0].run.incumbent.kept, rig.trials[0].run.candidate.failed) == (1, 1)
 
 
-@pytest.mark.parametrize("how", [{"recalls": 1}, {"outcome": "refused"}])
-async def test_a_copy_that_gave_way_or_was_refused_is_left_out(make: Callable[..., Rig], how: dict[str, Any]) -> None:
+UNSERVED = {"outcome": "error", "unserved": ReplicaLostError("no replica took it within 600 s")}
+
+
+@pytest.mark.parametrize("how", [{"recalls": 1}, {"outcome": "refused"}, UNSERVED])
+async def test_a_copy_that_gave_way_or_was_not_taken_is_left_out(make: Callable[..., Rig], how: dict[str, Any]) -> None:
     rig = make({"share": 1.0, "mirror": True})
     for name, value in how.items():
         setattr(rig.new[0], name, value)

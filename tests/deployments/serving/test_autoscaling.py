@@ -151,6 +151,20 @@ def test_by_promises_replicas_follow_the_work_that_comes_and_how_near_promises_a
     assert changes(targets) < 20
 
 
+def test_by_promises_pages_that_were_lost_for_a_look_ask_for_no_replica() -> None:
+    """As when the shared state begins anew: the next look sees all work of weeks again."""
+    decide = ByPromises(**engines_config(PROMISING).policy.policy_kwargs)
+
+    def wanted(now_s: float, stats: Stats) -> int:
+        return int(decide(context(1, {}, {"r0": stats}, now_s, None))[0])
+
+    weeks_s = 1e6
+    for second in range(1, 600):
+        wanted(second, told(1, weeks_s + 0.7 * second, 0.5))
+    wanted(600.0, fleet_stats(Snapshot(replicas={"r0": ReplicaLoad(slots=SLOTS, running=0, outstanding_s=0.0)})))
+    assert [wanted(second, told(1, weeks_s + 0.7 * second, 0.5)) for second in range(601, 660)] == [1] * 59
+
+
 def test_by_promises_nothing_changes_before_routers_told_of_requests() -> None:
     decide = ByPromises(**engines_config(PROMISING).policy.policy_kwargs)
     assert decide(context(3, {}, {}, 1.0, None))[0] == 3

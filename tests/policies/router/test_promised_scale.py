@@ -70,6 +70,19 @@ def test_who_leaves_takes_its_work_along_and_none_came() -> None:
     assert forecast.level == 0.0
 
 
+def test_who_tells_again_brings_no_work_that_came_before() -> None:
+    """A router that fell silent for a while, or all of them, after the shared state has lost its pages."""
+    forecast = Forecast()
+    told = (
+        [(100.0 + second, 1) for second in range(60)] + [(0.0, 0)] + [(100.0 + second, 1) for second in range(61, 90)]
+    )
+    told += [(500_000.0 + second, 2) for second in range(90, 120)]
+    for second, (amount, tellers) in enumerate(told):
+        forecast.observe(float(second), amount, memory_s=60.0, tellers=tellers)
+    assert forecast.level == pytest.approx(1.0)
+    assert forecast.at(120.0) == pytest.approx(1.0)
+
+
 def test_a_load_is_found_by_the_steepness_that_was_seen() -> None:
     fit = RatioOfLoad()
     assert fit.most_load(1.0) is None

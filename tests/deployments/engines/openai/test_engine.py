@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -13,7 +14,8 @@ from deployments.config.engine import OpenAiSection
 from deployments.engines.base import Engine
 from deployments.engines.openai import engine as under_test
 from deployments.engines.openai.engine import OpenAiEngine
-from deployments.engines.openai.messages import ServerOutput, ServerRequest
+from deployments.engines.openai.events import Events
+from deployments.engines.openai.messages import ServerOutput, ServerRequest, piece_id
 from policies.errors import EngineStartError, ReplicaLostError
 from tests.waiting import until
 
@@ -156,19 +158,37 @@ async def test_a_whole_answer_comes_at_once(running: Running, server: Server) ->
     assert (len(end.new_token_ids), end.finish_reason, end.status) == (9, "length", 200)
 
 
-async def test_what_the_server_refuses_its_client_is_told(running: Running, server: Server) -> None:
+@pytest.mark.parametrize(
+    ("status", "ends"), [(400, "cancelled"), (413, "cancelled"), (422, "cancelled"), (401, "error"), (500, "error")]
+)
+async def test_what_the_server_refuses_its_client_is_told(
+    running: Running, server: Server, status: int, ends: str
+) -> None:
+    """What its client did wrong is no error of this service: alerts and verdicts on candidates count those."""
+
     async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "too long"}}, status=400)
+        return web.json_response({"error": {"message": "too long"}}, status=status)
 
     server.answer = answer
     await running.engine.add(asked("one"))
     end = await running.end_of("one")
     assert (end.finish_reason, end.status, json.loads(end.parts[0])) == (
-        "error",
-        400,
+        ends,
+        status,
         {"error": {"message": "too long"}},
     )
     assert len(server.got) == 1
+
+
+async def test_a_refusal_of_what_another_server_took_is_an_error(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({}, status=400)
+
+    server.answer = answer
+    begun = asked("one")
+    begun.said = [piece_id(0, "a")]
+    await running.engine.add(begun)
+    assert (await running.end_of("one")).finish_reason == "error"
 
 
 @pytest.mark.parametrize("times", [3, 99])
@@ -212,6 +232,100 @@ async def test_one_that_hangs_up_within_its_answer_is_not(running: Running, serv
     end = await running.end_of("one")
     assert (end.finish_reason, len(running.outputs["one"]), len(server.got)) == ("error", 2, 1)
     assert not running.engine.dead
+
+
+ODD: list[dict[str, Any]] = [
+    {"choices": 5},
+    {"choices": {"index": 0}},
+    {"choices": [{"delta": {"tool_calls": 7}, "finish_reason": []}], "usage": {"completion_tokens": [9]}},
+    {"choices": [{"delta": 5, "index": {}}]},
+]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("odd", ODD)
+async def test_an_answer_of_an_odd_shape_ends_all_the_same(
+    running: Running, server: Server, odd: dict[str, Any], streams: bool
+) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if not streams:
+            return web.json_response(odd)
+        response = await server.begun(request)
+        await server.say(response, odd)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    server.answer = answer
+    await running.engine.add(asked("one", streams=streams))
+    await running.end_of("one")
+    assert (await running.engine.status())["background_failures"] == {}
+
+
+async def test_an_answer_that_nobody_thought_of_is_an_error_of_its_client_and_counted(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> Events:
+        raise ZeroDivisionError("a surprise \udcff")
+
+    monkeypatch.setattr(under_test, "Events", failing)
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status, b"a surprise" in end.parts[0]) == ("error", 502, True)
+    await until(lambda: running.made._failures == {"answer": 1})
+
+
+async def test_what_speaks_no_http_is_told_to_the_client(running: Running, server: Server) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.write(b"SMTP 220 here\r\n\r\n")
+        request.transport.close()
+        return web.Response()
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, end.status) == ("error", 502)
+
+
+async def test_a_server_in_whose_place_something_else_listens_is_away(running: Running, server: Server) -> None:
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SMTP 220 here\r\n\r\n")
+        writer.close()
+
+    await server.stop()
+    async with await asyncio.start_server(other, "127.0.0.1", server.port, reuse_address=True):
+        with pytest.raises(ReplicaLostError, match="is away"):
+            async with asyncio.timeout(5.0):
+                await running.reader
+
+
+async def test_an_error_that_comes_in_pieces_is_told_whole(running: Running, server: Server) -> None:
+    said = json.dumps({"error": {"message": "too long" * 100}}).encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=400, headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        for start in range(0, len(said), 400):
+            await response.write(said[start : start + 400])
+            await asyncio.sleep(0.02)
+        return response
+
+    server.answer = answer
+    await running.engine.add(asked("one"))
+    assert (await running.end_of("one")).parts == [said]
+
+
+async def test_a_server_whose_host_has_vanished_is_noticed_on_each_connection(running: Running, server: Server) -> None:
+    """Where a gateway has put another server in its place, looks find nothing amiss, and nothing is sent any more on
+    the connection of a request that waits for its answer."""
+    server.answer = lambda request: server.streamed(request, "a" * 1000, 0.05)
+    await running.engine.add(asked("one"))
+    await until(lambda: bool(running.outputs["one"]))
+    (reading,) = [each for each in running.made._session.connector._acquired if each.transport]  # type: ignore
+    sock = reading.transport.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    silence_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1e3
+    assert silence_s == under_test.SILENCE_S
 
 
 async def test_what_is_cancelled_the_server_hears_of(running: Running, server: Server) -> None:

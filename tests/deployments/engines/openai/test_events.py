@@ -1,6 +1,7 @@
 """What clients get of the answers of servers of others."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -51,6 +52,16 @@ def test_events_are_the_same_wherever_a_stream_is_cut(cuts: list[int], with_retu
     assert found == SENT
 
 
+def test_a_long_event_costs_what_its_bytes_do() -> None:
+    """An image in an answer, which comes in pieces: the replica's event loop must not look through it at each."""
+    data, piece, events = b"x" * (16 << 20), 1 << 14, Events()
+    began_s = time.process_time()
+    stream = b"data: " + data + b"\n\n"
+    found = [each for at in range(0, len(stream), piece) for each in events.feed(stream[at : at + piece])]
+    assert found == [data]
+    assert time.process_time() - began_s < 2.0  # some hundredths; several seconds if each piece is one more look at all
+
+
 def test_a_stream_is_the_clients_own_and_each_part_of_it_has_text() -> None:
     events = [chunk({"role": "assistant", "content": ""}), chunk({"content": "A"}), chunk({"content": "B"})]
     outputs = told([*events, chunk({}, "stop"), usage(2), DONE], request())
@@ -88,11 +99,29 @@ def test_an_error_in_a_stream_ends_it() -> None:
     assert client_gets([error]) == [{"error": {"message": "no"}}, "[DONE]"]
 
 
+def test_a_field_for_errors_without_one_ends_nothing() -> None:
+    said, end = told([chunk({"content": "A"}, error=None), chunk({}, "stop"), DONE], request())
+    assert (len(said.new_token_ids), end.finish_reason) == (1, "stop")
+
+
 def test_a_whole_answer_is_named_and_counted() -> None:
     body = {"id": "theirs", "choices": [{"text": "x", "finish_reason": "length"}], "usage": {"completion_tokens": 4}}
     output = Told(request(streams=False)).whole(json.dumps(body).encode())
     assert (len(output.new_token_ids), output.finish_reason, output.content_type) == (4, "length", "application/json")
     assert json.loads(output.parts[0]) == body | {"id": "chatcmpl-one"}
+
+
+@pytest.mark.parametrize("counted", [10**7, -5, True, 2.5, "9", None])
+def test_a_count_that_no_answer_has_counts_nothing(counted: object) -> None:
+    """It would be a list of as many tokens, in whose memory the replica ends."""
+    body = {"choices": [{"text": "x", "finish_reason": "stop"}], "usage": {"completion_tokens": counted}}
+    assert len(Told(request(streams=False)).whole(json.dumps(body).encode()).new_token_ids) == 0
+
+
+@pytest.mark.parametrize("choices", ["5", "true", '{"index": 0}', '"x"'])
+def test_choices_that_are_no_list_of_objects_are_no_answer(choices: str) -> None:
+    with pytest.raises(ProtocolError, match="no JSON object of the OpenAI API"):
+        Told(request()).event(b'{"choices": ' + choices.encode() + b"}")
 
 
 @pytest.mark.parametrize("said", [b"<html>", b"[]", b'{"choices": ["x"]}', b"\xff"])

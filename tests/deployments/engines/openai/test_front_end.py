@@ -109,9 +109,11 @@ async def test_a_stream_comes_in_its_parts(running: Running) -> None:
     assert running.is_idle
 
 
-async def test_a_refusal_of_the_server_has_its_status_and_its_words(running: Running) -> None:
-    posted = await running.asked(CHAT | {"stream": True})
-    running.servers.say(b'{"error": {"message": "too long"}}', finish_reason="error", status=400)
+@pytest.mark.parametrize("ends", ["error", "cancelled"])
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_refusal_of_the_server_has_its_status_and_its_words(running: Running, ends: str, streams: bool) -> None:
+    posted = await running.asked(CHAT | {"stream": streams})
+    running.servers.say(b'{"error": {"message": "too long"}}', finish_reason=ends, status=400)
     response = await posted
     assert (response.status_code, response.json()) == (400, {"error": {"message": "too long"}})
 
@@ -177,6 +179,35 @@ async def test_what_is_no_request_is_refused_before_it_costs_anything(
     assert running.servers.asked == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", {"messages": [1, 2]}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": "false"}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": [0]}, 400),
+        ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": "no"}}, 400),
+        ("/v1/completions", {"prompt": "Hello", "messages": [1]}, 200),
+        ("/v1/completions", {"prompt": "Hello", "messages": ["x", None]}, 200),
+        ("/v1/completions", {"prompt": [-1, 10**20]}, 200),
+    ],
+)
+async def test_a_body_of_an_odd_shape_is_answered_as_the_api_says(
+    running: Running, path: str, body: dict[str, Any], status: int
+) -> None:
+    posted = await running.asked(body, path)
+    if not posted.done():
+        running.servers.say(b"{}", finish_reason="stop")
+    assert (await posted).status_code == status
+    assert running.is_idle
+
+
+async def test_a_completion_is_predicted_by_its_own_prompt(running: Running) -> None:
+    posted = await running.asked({"prompt": "Hello", "messages": CHAT["messages"]}, "/v1/completions")
+    (question,) = running.servers.questions
+    assert question is not None and (question.prompt, question.system_prompt) == ("Hello", "")
+    posted.cancel()
+
+
 async def test_a_client_that_leaves_takes_its_request_along(running: Running) -> None:
     posted = await running.asked(CHAT)
     posted.cancel()
@@ -205,6 +236,19 @@ async def test_what_a_slow_reader_leaves_is_bounded(running: Running, monkeypatc
     posted.cancel()
 
 
+async def test_a_stream_that_is_given_up_says_so(running: Running) -> None:
+    """Its client reads what had come; without another word it would take that for all."""
+    asked: Any = await running.reader._asked("/v1/chat/completions", CHAT | {"stream": True}, HttpContext(0.0, "a"), 9)
+    exchanged = asyncio.create_task(running.reader._exchanged(*asked, HttpContext(0.0, "a")))
+    await until(lambda: bool(running.servers.asked))
+    running.servers.say(b"data: 1\n\n", content_type=SSE)
+    response: Any = await exchanged
+    await running.reader.abort([running.servers.asked[0].request_id])
+    first, error, done, rest = b"".join([part async for part in response.body_iterator]).split(b"\n\n")
+    assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 500
+
+
 async def test_the_model_has_its_public_name(running: Running) -> None:
     (model,) = (await running.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("ours", 4096)
@@ -214,6 +258,24 @@ async def test_a_router_is_healthy_while_a_server_is_there(running: Running) -> 
     assert (await running.client.get("/health")).status_code == 200
     running.servers.snapshot.replicas.clear()
     assert (await running.client.get("/health")).status_code == 503
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_once_nothing_is_read_no_request_waits_for_an_answer(
+    running: Running, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    """Their router is replaced, and may wait for them before it ends."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("what came is no output")
+
+    posted = await running.asked(CHAT | {"stream": streams})
+    monkeypatch.setattr(ServersFrontEnd, "_hand_on", fails)
+    running.servers.say(b"{}", finish_reason="stop")
+    async with asyncio.timeout(5.0):
+        assert (await posted).status_code == 503
+        assert (await (await running.asked(CHAT))).status_code == 503
+    assert running.is_idle and len(running.servers.asked) == 1
 
 
 async def test_once_nothing_is_read_the_router_says_so() -> None:

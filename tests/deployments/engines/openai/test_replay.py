@@ -107,3 +107,11 @@ def test_each_of_several_answers_is_compared_with_its_own() -> None:
     end = outputs_of([said(1, "XY"), said(0, "ABC"), DONE], asked)
     choices = [choice for event in client_gets(end)[:-1] for choice in event["choices"]]
     assert [(choice["index"], choice["text"]) for choice in choices] == [(1, "Y"), (0, "C")]
+
+
+@pytest.mark.parametrize("calls", [7, [5], [{"function": 5}], [{"function": "name"}], {"name": "x"}, "x"])
+def test_calls_of_tools_of_an_odd_shape_are_no_text(calls: object) -> None:
+    odd = chunk({"content": TEXT, "tool_calls": calls})
+    assert text_in(outputs_of([odd, *END], request())) == TEXT
+    begun = outputs_of(cut_at([4])[:1], request())
+    assert text_in(outputs_of([odd, *END], after(begun, request()))) == TEXT[4:]

@@ -72,6 +72,8 @@ def test_keys_have_caches_of_their_own() -> None:
         (COMPLETIONS, {"prompt": ""}, "prompt must be"),
         (CHATS, chat(max_tokens="5"), "max_tokens must be"),
         (CHATS, chat(n=True), "n must be"),
+        (CHATS, chat(max_tokens=10**400), "max_tokens must be"),  # beyond a float, in which its length is predicted
+        (CHATS, chat(stream="false"), "stream must be"),
         (CHATS, chat(stream_options=[1]), "stream_options"),
         (CHATS, chat(cache_salt=5), "cache_salt"),
     ],
