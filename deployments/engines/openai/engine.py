@@ -194,7 +194,10 @@ class OpenAiEngine:
                         await self._put(output)
                     if told.is_done:
                         return None
-        raise aiohttp.ClientPayloadError("the stream ended before its answer")
+        if told.finish is None:
+            raise aiohttp.ClientPayloadError("the stream ended before its answer")
+        await self._put(told.end())  # a server that says why it ends, and not that it has
+        return None
 
     async def _put(self, output: ServerOutput) -> None:
         await self._outputs.put(output)

@@ -75,8 +75,7 @@ class Told:
             ProtocolError: it is no JSON object.
         """
         if data == DONE:
-            self.is_done = True
-            return self._output([], _DONE_EVENT, self._end())
+            return self.end()
         said = _object(data)
         if said.get("error") is not None:
             return self._broken_off(said)
@@ -95,6 +94,11 @@ class Told:
             return None
         self.tokens += len(pieces)
         return self._output(pieces, event)
+
+    def end(self) -> ServerOutput:
+        """Of a stream that is whole."""
+        self.is_done = True
+        return self._output([], _DONE_EVENT, self._end())
 
     def _broken_off(self, error: Mapping[str, Any]) -> ServerOutput:
         self.is_done = True

@@ -30,6 +30,7 @@ class Server:
         self.answer: Answering = self.streamed
         self.got: list[dict[str, Any]] = []
         self.left = 0
+        self.says_done = True
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -69,7 +70,8 @@ class Server:
             await self.say(response, {"choices": [{"index": 0, "text": text, "finish_reason": None}]})
             await asyncio.sleep(pause_s)
         await self.say(response, {"choices": [{"index": 0, "text": "", "finish_reason": "stop"}]})
-        await response.write(b"data: [DONE]\n\n")
+        if self.says_done:
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     async def begun(self, request: web.Request) -> web.StreamResponse:
@@ -144,6 +146,14 @@ async def test_a_stream_comes_token_by_token_and_says_what_the_server_got(runnin
     assert running.made.max_model_len == 4096
     status = await running.engine.status()
     assert (status["running"], status["server"], set(status["off"]["phases"])) == (0, server.url, {"openai"})
+
+
+async def test_a_stream_that_says_why_it_ends_is_whole_without_a_last_word(running: Running, server: Server) -> None:
+    server.says_done = False
+    await running.engine.add(asked("one", prompt="x"))
+    end = await running.end_of("one")
+    assert (end.finish_reason, len(server.got)) == ("stop", 1)
+    assert b"".join(end.parts).endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_whole_answer_comes_at_once(running: Running, server: Server) -> None:
