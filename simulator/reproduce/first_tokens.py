@@ -1,7 +1,6 @@
 """By how much the first token of a request misses what was predicted of it, by load and class.
 
     error = sum |true - predicted| / sum predicted        as of the live counters
-    taken for the wrong side of its promise = in time and late mixed up
 
 Requests of the Azure conversation trace come to replicas of Llama-2-70B, half of them in a class that is promised its
 first token soon. Loads run from nearly none to beyond capacity.
