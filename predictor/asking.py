@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from policies.checks import require_at_least, require_positive
-from policies.errors import AdmissionError, PredictorError, SluiceError
+from policies.errors import AdmissionError, PredictorError
 from policies.router.promise import NO_PROMISE, Promise
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Asking:
                 score = await self._scorer.score(prompt)
             if not math.isfinite(score):
                 raise PredictorError(f"the score is {score}: is the checkpoint whole?")
-        except (TimeoutError, SluiceError) as error:
+        except Exception as error:  # of any kind: no request fails for want of its prediction
             self._note_failure(error)
             return None
         finally:

@@ -82,7 +82,12 @@ async def test_the_score_becomes_tokens_by_the_curve() -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "delay_s", "outcome"),
-    [(None, 5.0, "late"), (AdmissionError("full"), 0.0, "saturated"), (ReplicaLostError("gone"), 0.0, "dead")],
+    [
+        (None, 5.0, "late"),
+        (AdmissionError("full"), 0.0, "saturated"),
+        (ReplicaLostError("gone"), 0.0, "dead"),
+        (RuntimeError("of Ray's, and none that was foreseen"), 0.0, "dead"),
+    ],
 )
 async def test_a_predictor_in_trouble_leaves_the_word_to_the_histogram(
     trouble: Exception | None, delay_s: float, outcome: str
