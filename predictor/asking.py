@@ -8,12 +8,13 @@ counted by its name.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
 from policies.checks import require_at_least, require_positive
-from policies.errors import AdmissionError, SluiceError
+from policies.errors import AdmissionError, PredictorError
 from policies.router.promise import NO_PROMISE, Promise
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class Asking:
         try:
             async with asyncio.timeout(self._config.deadline_s or worth_waiting_s(promise)):
                 score = await self._scorer.score(prompt)
-        except (TimeoutError, SluiceError) as error:
+            if not math.isfinite(score):
+                raise PredictorError(f"the score is {score}: is the checkpoint whole?")
+        except Exception as error:  # of any kind: no request fails for want of its prediction
             self._note_failure(error)
             return None
         finally:

@@ -17,6 +17,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import isfinite
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from policies.lengths.drift import Accuracy, DriftConfig, DriftSwitch, Judged
@@ -181,11 +182,12 @@ class LearnedPredictor:
         return Scored(self._scale, asked.model, asked.system_prompt, foresight.score, output_tokens, is_cut)
 
     def learn(self, finished: Iterable[Scored]) -> None:
-        """Take note of requests that this router or another one finished; those of another checkpoint teach nothing."""
+        """Take note of requests that this router or another one finished; those of another checkpoint, and scores that
+        are no numbers, teach nothing."""
         of_model: defaultdict[str, list[tuple[float, float, bool]]] = defaultdict(list)
         of_system_prompt: defaultdict[tuple[str, str], list[tuple[float, float, bool]]] = defaultdict(list)
         for scored in finished:
-            if scored.scale == self._scale:
+            if scored.scale == self._scale and isfinite(scored.score):
                 one = (scored.score, float(scored.output_tokens), scored.is_cut)
                 of_model[scored.model].append(one)
                 of_system_prompt[scored.model, scored.system_prompt].append(one)

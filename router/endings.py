@@ -39,14 +39,14 @@ class Endings(Generic[RequestT, OutputsT]):
         self._classifier, self._queueing, self._background = classifier, queueing, background
 
     def end(self, entry: Entry[RequestT], outcome: str) -> None:
-        """It is noted, its length is learned from, and its place or slot goes to the next."""
+        """Its place or slot goes to the next, it is noted, and its length is learned from."""
         self._ledger.end(entry)
+        self._queueing.ended(entry.request_id)
         self._accounting.ended(entry, outcome)
         if outcome in WHOLE:
             tokens, is_cut = entry.timing.output_tokens, outcome == "length"
             turn = entry.timing.turn(entry.prompt_tokens)
             self._classifier.observe(entry.slo_class, tokens, entry.foresight, is_cut=is_cut, turn=turn)
-        self._queueing.ended(entry.request_id)
 
     def cancel(self, entries: Iterable[Entry[RequestT]], outcome: str) -> None:
         """Stop requests wherever they are; `outcome` is how they are counted. Those that have ended are ignored."""

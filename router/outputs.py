@@ -11,7 +11,7 @@ from router.codec import EngineCodec, Output
 from router.connection import ReplicaConnection
 from router.connections import Connections
 from router.endings import Endings
-from router.ledger import Ledger
+from router.ledger import Entry, Ledger
 from router.prompt_caches import PromptCaches
 from router.recovery import Recovery
 from router.wire import Buffer
@@ -52,7 +52,7 @@ class Outputs(Generic[RequestT, OutputsT]):
         batch = self._codec.decode_outputs(parts)
         outputs = self._codec.outputs(batch)
         now_s = self._clock.now()
-        instead = [self._noted(connection, output, now_s) for output in outputs]
+        instead = [self._noted_or_failed(connection, output, now_s) for output in outputs]
         passed = instead.count(None)
         if passed < len(outputs):
             pairs = zip(outputs, instead, strict=True)
@@ -61,11 +61,22 @@ class Outputs(Generic[RequestT, OutputsT]):
         if passed:
             await self._outputs.put(batch)
 
-    def _noted(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output] | None:
-        """Note what an output brings. None passes it on; else these are passed on instead, if any."""
+    def _noted_or_failed(self, connection: ReplicaConnection, output: Output, now_s: float) -> Sequence[Output] | None:
+        """As `_noted`. What fails for one is no matter of the others: they count as sent, and must be passed on."""
         entry = self._ledger.get(output.request_id)
         if entry is None or entry.connection is not connection:
             return ()
+        try:
+            return self._noted(entry, output, now_s)
+        except Exception as error:  # of any kind
+            logger.exception("noting an output of request %s failed", output.request_id)
+            if entry.has_ended:  # with this output, which its client has to get
+                return entry.held_back
+            self._endings.fail(entry, repr(error))
+            return ()
+
+    def _noted(self, entry: Entry[RequestT], output: Output, now_s: float) -> Sequence[Output] | None:
+        """Note what an output brings. None passes it on; else these are passed on instead, if any."""
         if entry.preparation is not None:
             entry.preparation.answered(output)
             entry.preparation = None

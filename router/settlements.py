@@ -85,7 +85,8 @@ class Settlements:
 
     async def close(self) -> None:
         try:
-            await self.send()
+            while self._sent or self._due:
+                await self.send()
         except StateStoreError as error:
             left = len({each.name for each in self._sent} | self._due.keys())
             logger.warning("what %d keys took beyond what they were charged is lost: %s", left, error)

@@ -64,14 +64,18 @@ class EmbeddedRedis:
         """`server` is the program, find_server() unless given.
 
         Raises:
-            StateStoreError: there is no server, or it does not answer within START_TIMEOUT_S.
+            StateStoreError: there is no server, or it cannot be run, or does not answer within START_TIMEOUT_S.
         """
+        self._port, self._password, self._server = port, password, server or find_server()
         _remove_left_behind(Path(tempfile.gettempdir()))
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX)
         self._lock = os.open(Path(self._folder.name, LOCK), os.O_CREAT | os.O_RDWR, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._port, self._password, self._server = port, password, server or find_server()
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except OSError as error:
+            self._let_go()
+            raise StateStoreError(f"the embedded Redis did not start: {error}") from error
         try:
             self._wait()
         except StateStoreError:
@@ -135,6 +139,9 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
         os.close(self._lock)
         self._folder.cleanup()
 

@@ -117,16 +117,16 @@ class RedisServer:
         """Under the address that replicas know; when that is taken, at the next look."""
         if self._redis is not None and self._redis.alive:
             return
-        self._end_redis()
         try:
+            self._end_redis()
             self._redis = EmbeddedRedis(self._port, self._password)
-        except StateStoreError:
+        except Exception:  # of any kind, such as a full disk: nobody else would start it again
             logger.exception("the Redis of application %s has ended", self._application)
 
     def _end_redis(self) -> None:
         if self._redis is not None:
-            self._redis.close()
-            self._redis = None
+            ended, self._redis = self._redis, None
+            ended.close()
 
     async def _application_lives(self) -> bool:
         """As far as Ray Serve tells: while its controller starts anew, it does."""
@@ -136,5 +136,8 @@ class RedisServer:
             return False
         except RayError as error:
             logger.info("Ray Serve does not say whether application %s lives: %s", self._application, error)
+            return True
+        except Exception:  # of any kind: without this watch Redis would neither be kept up nor end
+            logger.exception("it cannot be told whether application %s lives", self._application)
             return True
         return self._application in status.applications

@@ -212,7 +212,7 @@ local function take_from_lane(id, ticket)
   if of_key(ticket) then
     redis.call('ZREM', of_key(ticket), id)
   end
-  if add_counted(':waiting', ':ahead', ticket[SLO_CLASS], -1, -ticket[WORK_S]) and of_key(ticket) then
+  if add_counted(':waiting', ':ahead', ticket[SLO_CLASS], -1, -ticket[WORK_S]) then -- only classes that wait are halved
     redis.call('DEL', turns_of(ticket[SLO_CLASS], IN_TIME), turns_of(ticket[SLO_CLASS], LATE))
   end
 end

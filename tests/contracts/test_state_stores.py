@@ -949,12 +949,17 @@ async def test_what_keys_were_served_is_halved_once_in_a_while_and_then_forgotte
         await store.enqueue(ticket(name, work_s=work_s, api_key=name))
     await store.beat_router("b", FOR_EVER_S)  # another router's beat halves nothing again
     assert (await store.snapshot()).served_s == {"much": 4.0, "little": 0.0015}
+    await halve(store, clock)
+    assert (await store.snapshot()).served_s == {"much": 2.0}
+
+
+async def halve(store: StateStore, clock: Clock) -> None:
+    """What keys were served, as if a half-life had passed."""
     if isinstance(store, RedisStateStore):
         await store._redis.pexpire(store._key("halved"), 1)
         await asyncio.sleep(0.01)
-    clock.ahead_s = HALF_LIFE_S
+    clock.ahead_s += HALF_LIFE_S
     await store.beat_router("a", FOR_EVER_S)
-    assert (await store.snapshot()).served_s == {"much": 2.0}
 
 
 async def test_after_a_halving_the_key_that_was_served_least_still_goes_first(store: StateStore) -> None:
@@ -968,6 +973,24 @@ async def test_after_a_halving_the_key_that_was_served_least_still_goes_first(st
     assert await starts(store, names, most=1) == ["o0"]  # 8 and 5
     await store.beat_router("a", FOR_EVER_S)  # 4 and 2.5
     assert await starts(store, names[:1] + names[2:]) == ["o1", "f1", "o2"]
+
+
+async def test_what_a_key_was_served_before_its_class_had_nothing_to_do_is_forgotten_as_elsewhere(
+    store: StateStore, clock: Clock
+) -> None:
+    """The last one of the class to start then had no key."""
+    await store.register_replica(info("first"), 1)
+    await store.enqueue(in_time("f0", "flood", 0.0, work_s=8.0))
+    for waits in (late("f1", "flood", 1.0), late("p", "", 2.0)):
+        await store.enqueue(waits)
+    assert await starts(store, ["f1", "p"]) == ["f1", "p"]
+    for _ in range(4):
+        await halve(store, clock)
+    await store.register_replica(info("another"), 1)
+    await store.enqueue(in_time("o0", "other", 0.0, work_s=5.0))
+    for waits in (late("o1", "other", 1.0), late("f2", "flood", 2.0)):
+        await store.enqueue(waits)
+    assert await starts(store, ["o1", "f2"]) == ["f2", "o1"]
 
 
 async def test_many_that_are_late_at_once_do_not_hold_a_call_up(store: StateStore) -> None:

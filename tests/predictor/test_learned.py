@@ -1,4 +1,5 @@
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -81,7 +82,12 @@ async def test_the_score_becomes_tokens_by_the_curve() -> None:
 
 @pytest.mark.parametrize(
     ("trouble", "delay_s", "outcome"),
-    [(None, 5.0, "late"), (AdmissionError("full"), 0.0, "saturated"), (ReplicaLostError("gone"), 0.0, "dead")],
+    [
+        (None, 5.0, "late"),
+        (AdmissionError("full"), 0.0, "saturated"),
+        (ReplicaLostError("gone"), 0.0, "dead"),
+        (RuntimeError("of Ray's, and none that was foreseen"), 0.0, "dead"),
+    ],
 )
 async def test_a_predictor_in_trouble_leaves_the_word_to_the_histogram(
     trouble: Exception | None, delay_s: float, outcome: str
@@ -90,6 +96,19 @@ async def test_a_predictor_in_trouble_leaves_the_word_to_the_histogram(
     foresight = await learned.foresee(question())
     assert (foresight.prediction, foresight.source) == (None, None)
     assert learned.asking.outcomes == {outcome: 1}
+
+
+@pytest.mark.parametrize("no_number", [math.nan, math.inf, -math.inf])
+async def test_a_score_that_is_no_number_counts_as_none_and_goes_to_no_curve(no_number: float) -> None:
+    """As of a checkpoint whose training diverged: its tickets would break the shared tables, and every router's fit."""
+    learned = predictor()
+    broken = await learned.foresee(Question(prompt=str(no_number), model="m", slo_class="standard"))
+    assert (broken.prediction, broken.score, learned.scored(broken, 9, False)) == (None, None, None)
+    assert learned.asking.outcomes == {"dead": 1}
+    scored = learned.scored(await learned.foresee(question()), 9, False)
+    assert scored is not None
+    learned.learn([scored._replace(score=no_number)] * 64)  # as another router has told
+    assert math.isfinite(await learned_mean(learned, question()))
 
 
 async def test_a_stalled_predictor_costs_its_deadline_and_then_nothing_for_a_while() -> None:

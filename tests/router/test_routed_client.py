@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from policies.router.tickets import Assignment, Ticket
 from router import event_loop, wire
 from router.classifier import Mode
 from router.clock import MonotonicClock
+from router.ledger import Entry
 from router.state_store import Queued
 from router.terms import RoutedClientConfig
 from tests.fakes import FakeRequest
@@ -161,6 +163,53 @@ async def test_a_request_too_large_for_a_frame_fails_alone(service: Service, mon
     answers = await front_end.ask_many(4)
     await until(lambda: large.outcome == "error")
     await service.finish(answers)
+
+
+async def test_what_fails_at_the_end_of_one_answer_takes_no_token_from_any(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others of its step had been noted as sent, and it was over: its client would wait for ever."""
+    replica, front_end = await service.both()
+    learn, learned = front_end.client.classifier.observe, list[str]()
+
+    def fails_once(slo_class: str, *others: Any, **more: Any) -> None:
+        learned.append(slo_class)
+        if len(learned) == 1:
+            raise ZeroDivisionError("of a predictor")
+        learn(slo_class, *others, **more)
+
+    monkeypatch.setattr(front_end.client.classifier, "observe", fails_once)
+    replica.engine.pause()
+    answers = await front_end.ask_many(3)
+    await replica.holds(3)
+    replica.engine.resume()
+    await service.finish(answers)
+    assert (len(learned), front_end.count("replicas_lost_total")) == (3, 0)
+    assert "of a predictor" in caplog.text
+
+
+async def test_what_fails_in_the_middle_of_one_answer_ends_that_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica, front_end = await service.both()
+    came, failed = Entry.came, list[str]()
+
+    def fails_once(entry: Entry[FakeRequest], *others: Any) -> None:
+        if not failed:
+            failed.append(entry.request_id)
+            raise ZeroDivisionError("of a metric")
+        came(entry, *others)
+
+    monkeypatch.setattr(Entry, "came", fails_once)
+    replica.engine.pause()
+    answers = await front_end.ask_many(3)
+    await replica.holds(3)
+    replica.engine.resume()
+    await over(answers)
+    (broken,) = (answer for answer in answers if answer.asked.request_id in failed)
+    assert broken.outcome == "error"
+    await service.finish(answer for answer in answers if answer is not broken)
+    assert front_end.count("replicas_lost_total") == 0
 
 
 async def test_a_request_that_cannot_be_encoded_is_refused_before_it_is_queued(service: Service) -> None:

@@ -131,3 +131,11 @@ async def test_the_last_are_sent_at_the_end_and_what_is_lost_is_told(caplog: pyt
     mine.settle(bill(), 100)
     await mine.close()
     assert "what 1 keys took" in caplog.text
+
+
+async def test_at_the_end_those_of_all_keys_are_sent() -> None:
+    mine, store = settlements()
+    for number in range(2 * MAX_IN_A_CALL + 1):
+        mine.add(Quota(name=f"k{number}", cost=0.0, per_s=1.0, burst=1.0), 1.0)
+    await mine.close()
+    assert store.calls == [MAX_IN_A_CALL, MAX_IN_A_CALL, 1]

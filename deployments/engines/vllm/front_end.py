@@ -408,8 +408,11 @@ def let_short_texts_pass(renderer: Any) -> None:
             return renderer._tokenize_prompt(prompt, params)
         if len(prompt["prompt"]) <= SHORT_TEXT_CHARS:
             return await tokenize(prompt, params)
-        async with long_ones:
-            return await tokenize(prompt, params)
+        await long_ones.acquire()
+        # No thread can be called off: it keeps its turn to the end, also for a client that has left.
+        work = asyncio.ensure_future(tokenize(prompt, params))
+        work.add_done_callback(lambda _: long_ones.release())
+        return await asyncio.shield(work)
 
     renderer._tokenize_prompt_async = tokenize_in_turn
 

@@ -18,7 +18,14 @@ import redis
 
 from deployments.process.ports import free_port
 from deployments.serving import embedded_redis
-from deployments.serving.embedded_redis import EmbeddedRedis, _remove_left_behind, embedded_url, find_server
+from deployments.serving.embedded_redis import (
+    LOCK,
+    PREFIX,
+    EmbeddedRedis,
+    _remove_left_behind,
+    embedded_url,
+    find_server,
+)
 from policies.errors import StateStoreError
 
 ROOT = Path(__file__).parents[3]
@@ -117,6 +124,16 @@ def test_closed_it_is_gone_and_opened_again_it_is_found_under_the_same_address()
 def test_a_port_of_something_else_is_said_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(StateStoreError, match="did not start"):
         EmbeddedRedis(taken.getsockname()[1], "p")
+
+
+def test_a_server_that_cannot_be_run_is_said_so_and_leaves_nothing_open(tmp_path: Path) -> None:
+    """Its owner tries again for as long as it lives."""
+    folders = set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+    with pytest.raises(StateStoreError, match=r"did not start: .*no-server"):
+        EmbeddedRedis(free_port(), "p", str(tmp_path / "no-server"))
+    assert set(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")) <= folders
+    open_files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not any(LOCK in Path(each).name and "(deleted)" in each for each in open_files)
 
 
 def test_a_port_of_another_redis_is_said_so(redis_url: str) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import importlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.async_utils import make_async
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,7 +27,13 @@ from deployments.engines.vllm import engine as vllm_engine
 from deployments.engines.vllm.args import generating_config, parse_vllm_args
 from deployments.engines.vllm.calibration_engine import calibration_engine
 from deployments.engines.vllm.engine import VllmEngine
-from deployments.engines.vllm.front_end import RoutedAsyncLLM, front_end_config
+from deployments.engines.vllm.front_end import (
+    SHORT_TEXT_CHARS,
+    TEXT_THREADS,
+    RoutedAsyncLLM,
+    front_end_config,
+    let_short_texts_pass,
+)
 from deployments.engines.vllm.version import ENGINE_VERSION
 from deployments.serving import front_end_kinds
 from deployments.serving.front_end import FrontEnd
@@ -36,7 +45,7 @@ from router.redis_store import RedisStateStore, connect
 from router.state_store import ReplicaInfo, StateStore
 from tests.deployments.engines.vllm.links import core_link
 from tests.deployments.refused_args import REFUSED_ARGS
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +85,41 @@ async def test_a_router_whose_output_loop_has_ended_is_replaced() -> None:
     await until(lambda: llm.output_handler.done())
     with pytest.raises(SluiceError, match="demo"):
         FrontEnd.check_health(front_end)
+
+
+async def test_a_long_text_whose_client_has_left_keeps_its_turn_until_its_thread_is_free() -> None:
+    """Else a few clients that leave would have all threads at once, and short texts wait behind theirs."""
+    goes_on, begun = threading.Event(), list[str]()
+
+    def tokenize(prompt: dict[str, str], _: Any) -> str:
+        begun.append(prompt["prompt"][0])
+        if len(prompt["prompt"]) > SHORT_TEXT_CHARS:
+            goes_on.wait()
+        return prompt["prompt"][0]
+
+    with ThreadPoolExecutor(TEXT_THREADS) as threads:
+        renderer: Any = SimpleNamespace(
+            model_config=SimpleNamespace(renderer_num_workers=TEXT_THREADS),
+            _tokenize_prompt=tokenize,
+            _tokenize_prompt_async=make_async(tokenize, threads),
+        )
+        let_short_texts_pass(renderer)
+
+        def asked(name: str, chars: int) -> "asyncio.Task[str]":
+            return asyncio.create_task(renderer._tokenize_prompt_async({"prompt": name * chars}, None))
+
+        try:
+            left = asked("a", SHORT_TEXT_CHARS + 1)
+            await until(lambda: begun == ["a"])
+            left.cancel()
+            await asyncio.wait([left])
+            long = asked("b", SHORT_TEXT_CHARS + 1)
+            await asyncio.sleep(0.02)
+            assert await asyncio.wait_for(asked("c", SHORT_TEXT_CHARS), 5.0) == "c"
+            assert begun == ["a", "c"]
+        finally:
+            goes_on.set()
+        assert await asyncio.wait_for(long, PATIENCE_S) == "b"
 
 
 def test_what_nobody_set_is_as_vllm_serve_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
