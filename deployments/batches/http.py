@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
@@ -22,9 +22,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.batches.files import CursorError, ExpiresAfter, FileRecord, Files, NotFoundError, owner_of
+from deployments.batches.files import (
+    CursorError,
+    ExpiresAfter,
+    FileRecord,
+    Files,
+    NotFoundError,
+    UnreadableError,
+    owner_of,
+)
 from deployments.batches.ledger import FullError
-from deployments.batches.state import ENDED, Batches, BatchRequest
+from deployments.batches.state import ENDED, Batches, BatchRecord, BatchRequest
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.batches.uploads import Uploads
 from deployments.config.services import BatchesSection
@@ -217,7 +225,15 @@ class BatchApi:
 
     def _page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         found, has_more = self._batches.page(asking_owner(), after, limit)
-        return [self._batches.as_openai(each) for each in found], has_more
+        return list(self._shown(found)), has_more
+
+    def _shown(self, found: Iterable[BatchRecord]) -> Iterator[dict[str, Any]]:
+        """Those whose state can be read."""
+        for each in found:
+            try:
+                yield self._batches.as_openai(each)
+            except UnreadableError as error:
+                logger.error("a list is without one: %s", error)
 
     async def _show_batch(self, request: Request) -> Response:
         (shown,) = await self._with_troubles([await self._in_thread(self._batch, request.path_params["id"])])

@@ -484,6 +484,39 @@ async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch
         await service.client().batches.list()
 
 
+DAMAGED = {
+    "the batch": "{owner}/batches/{batch}/batch",
+    "its end": "{owner}/batches/{batch}/end",
+    "its cancellation": "{owner}/batches/{batch}/cancel",
+    "the file": "{owner}/files/{file}/file",
+}
+
+
+@pytest.mark.parametrize("path", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("content", [b"", b'{"status":"of a later version"}'])
+async def test_what_cannot_be_read_is_told_and_stands_in_no_ones_way(
+    service: Service, path: str, content: bytes
+) -> None:
+    client = service.client()
+    whole = await begun(client)
+    broken = await begun(client)
+    names = {"owner": owner_of("mine"), "batch": broken.id, "file": broken.input_file_id}
+    service.storage.write(path.format_map(names), [content])
+    is_file = "{file}" in path
+    if is_file:
+        assert [each.id async for each in client.files.list()] == [whole.input_file_id]
+    else:
+        assert [each.id async for each in client.batches.list()] == [whole.id]
+    async with refused(404, "is there, and cannot be read"):
+        await (client.files.retrieve(broken.input_file_id) if is_file else client.batches.retrieve(broken.id))
+    unused = await uploaded(client)
+    await client.files.delete(unused)
+    for name in service.storage.names(f"{names['owner']}/ledger"):
+        service.storage.remove(f"{names['owner']}/ledger/{name}")
+    Sweep(service.storage, SECTION)()
+    assert service.storage.exists(path.format_map(names))
+
+
 async def test_a_batch_says_that_its_folder_fails_and_not_where_it_is(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
