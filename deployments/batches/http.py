@@ -112,7 +112,7 @@ class BatchApi:
                     return JSONResponse(stored.as_openai())
             except ClientDisconnect as error:
                 raise ClientLeftError("the client left before its file was whole") from error
-            except (MultiPartException, HTTPException) as error:
+            except (MultiPartException, HTTPException, UnicodeError) as error:  # the last of a charset that is none
                 raise bad_request(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
 
     async def _stored(self, form: FormData) -> FileRecord:

@@ -380,6 +380,9 @@ async def test_a_wrong_upload_is_refused(service: Service) -> None:
     assert no_file.status_code == 400
     broken = {**headers, "Content-Type": "multipart/form-data; boundary=x"}
     assert (await service.http.post("/v1/files", content=b"--y\r\n", headers=broken)).status_code == 400
+    odd = {**headers, "Content-Type": "multipart/form-data; boundary=x; charset=undefined"}
+    named = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\r\n--x--\r\n'
+    assert (await service.http.post("/v1/files", content=named, headers=odd)).status_code == 400
 
 
 async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
