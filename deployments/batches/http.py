@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from http import HTTPStatus
-from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -174,9 +172,12 @@ class BatchApi:
         except FileNotFoundError:
             raise NotFoundError(f"the content of {record.id} is lost") from None
         headers = {"Content-Length": str(record.bytes)}
-        return StreamingResponse(
-            iterate_in_threadpool(chain([first], chunks)), media_type="application/jsonl", headers=headers
-        )
+        return StreamingResponse(self._streamed(first, chunks), media_type="application/jsonl", headers=headers)
+
+    async def _streamed(self, chunk: bytes, further: Iterator[bytes]) -> AsyncIterator[bytes]:
+        while chunk:
+            yield chunk
+            chunk = await self._in_thread(next, further, b"")
 
     async def _create(self, request: Request) -> Response:
         try:

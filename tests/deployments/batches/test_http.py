@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from deployments.batches import uploads
@@ -284,6 +285,28 @@ async def test_a_folder_that_is_slow_takes_no_threads_of_others(
         await asyncio.to_thread(lambda: None)
     held.set()
     assert [page.data for page in await asyncio.gather(*lists)] == [[]] * 40
+
+
+async def test_downloads_from_a_folder_that_is_slow_take_no_threads_of_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, client = threading.Event(), service.client()
+    file_id = await uploaded(client)
+
+    def chunks(*_: object) -> Iterator[bytes]:
+        yield lines(IDS)[:10]
+        held.wait(10)
+        yield lines(IDS)[10:]
+
+    monkeypatch.setattr(Storage, "chunks", chunks)
+    downloads = [asyncio.ensure_future(client.files.content(file_id)) for _ in range(50)]
+    await asyncio.sleep(1.0)
+    try:
+        async with asyncio.timeout(5):
+            await run_in_threadpool(lambda: None)  # as form parsers do, of uploads
+    finally:
+        held.set()
+    assert {each.content for each in await asyncio.gather(*downloads)} == {lines(IDS)}
 
 
 @pytest.mark.parametrize("after", ["nonsense", f"batch_{'0' * 32}", f"file-{'f' * 32}"])

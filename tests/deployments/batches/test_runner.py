@@ -517,6 +517,32 @@ def test_what_fails_for_one_owner_keeps_a_sweep_from_no_other(tmp_path: Path) ->
     assert [folder.storage.exists(f"{o}/files/{f.id}/file") for o, f in zip("ab", files, strict=True)] == [True, False]
 
 
+class Away(Storage):
+    """A folder that cannot be used while it is away."""
+
+    is_away, looks = True, 0
+
+    def names(self, folder: str) -> list[str]:
+        self.looks += folder == "open"
+        if self.is_away:
+            raise OSError("stale file handle")
+        return super().names(folder)
+
+
+async def test_a_folder_that_is_away_is_looked_at_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    away = Away(str(tmp_path))
+    record = Folder(Storage(str(tmp_path))).batch(lines(["a"]))
+    async with running(Folder(away), Routers()):
+        await asyncio.sleep(0.5)
+        looks, away.is_away = away.looks, False
+        shown = await Folder(Storage(str(tmp_path))).ends(record)
+    assert looks <= 4  # a sweep's among them
+    assert shown["status"] == "completed"
+
+
 async def test_results_that_the_log_has_lost_are_computed_again(folder: Folder) -> None:
     record = folder.batch(lines(["a", "b", "c"]))
     log = folder.batches.log(record)
