@@ -53,7 +53,7 @@ def load_yaml(text: str) -> Any:
 
 
 def _made(loader: Any, node: Any) -> Any:
-    """Raises yaml.YAMLError, also for what looks like a date or has a tag, and is none: at `2026-02-30` PyYAML fails with
+    """Raises yaml.YAMLError, also for what looks like a date, or has a tag, and is none: PyYAML itself fails with
     whatever its constructor met."""
     try:
         return loader.construct_document(node)
