@@ -1,10 +1,10 @@
 """Files of OpenAI's API, each of one owner: `OWNER/files/ID/content` and, once that is whole, `OWNER/files/ID/file`."""
 
 import hashlib
+import logging
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,6 +17,7 @@ from deployments.config.services import BatchesSection
 from policies.errors import SluiceError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 NOBODY = "anyone"  # the owner of files and batches that come without a key
 CLOCKS_APART_S = 3600.0  # an id of a host whose clock is ahead is one of ours
@@ -46,6 +47,19 @@ class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class NotFoundError(SluiceError):
     """The owner has nothing by this id."""
+
+
+class UnreadableError(NotFoundError):
+    """What lies there by this id is damaged, or of a version that writes it otherwise. It keeps its place: nothing but
+    its owner removes it, and it stands in the way of nothing else."""
+
+
+def decoded(content: bytes, kind: type[T], what: str) -> T:
+    """Raises UnreadableError."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{what} is there, and cannot be read: {error}") from error
 
 
 def owner_of(key: str | None) -> str:
@@ -86,7 +100,7 @@ class CursorError(SluiceError):
 def page_of(
     ids: Iterable[str], after: str | None, kind: str, limit: int, get: Callable[[str], T], now_s: float
 ) -> tuple[list[T], bool]:
-    """Newest first, and whether more follow. `after` may have been removed meanwhile.
+    """Newest first, and whether more follow. `after` may have been removed meanwhile. What cannot be read is left out.
 
     Args:
         get: reads one; raises NotFoundError for one that is not whole yet, or was removed meanwhile.
@@ -100,8 +114,12 @@ def page_of(
     for identity in sorted((each for each in ids if after is None or each < after), reverse=True):
         if len(found) == limit:
             return found, True
-        with suppress(NotFoundError):
+        try:
             found.append(get(identity))
+        except UnreadableError as error:
+            logger.error("a list is without one: %s", error)
+        except NotFoundError:
+            pass
     return found, False
 
 
@@ -160,8 +178,8 @@ class Files:
         return record
 
     def _record(self, owner: str, file_id: str) -> FileRecord:
-        """Raises FileNotFoundError."""
-        return msgspec.json.decode(self._storage.read(f"{self._folder(owner, file_id)}/file"), type=FileRecord)
+        """Raises FileNotFoundError, UnreadableError."""
+        return decoded(self._storage.read(f"{self._folder(owner, file_id)}/file"), FileRecord, file_id)
 
     def page(self, owner: str, after: str | None, limit: int, purpose: str | None) -> tuple[list[FileRecord], bool]:
         """Newest first. Raises CursorError."""
@@ -178,8 +196,12 @@ class Files:
 
     def enter_anew(self, owner: str, file_id: str) -> None:
         """What has lost its entry, or never had one: an earlier version wrote none."""
-        with suppress(FileNotFoundError):
+        try:
             self._ledger.put(owner, _entry(self._record(owner, file_id)))
+        except FileNotFoundError:
+            pass
+        except UnreadableError as error:
+            logger.error("%s counts for nothing: %s", owner, error)
 
     def chunks(self, owner: str, file_id: str) -> Iterator[bytes]:
         return self._storage.chunks(f"{self._folder(owner, file_id)}/content")

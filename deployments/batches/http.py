@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from http import HTTPStatus
-from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.concurrency import iterate_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
@@ -22,9 +20,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.batches.files import CursorError, ExpiresAfter, FileRecord, Files, NotFoundError, owner_of
+from deployments.batches.files import (
+    CursorError,
+    ExpiresAfter,
+    FileRecord,
+    Files,
+    NotFoundError,
+    UnreadableError,
+    owner_of,
+)
 from deployments.batches.ledger import FullError
-from deployments.batches.state import ENDED, Batches, BatchRequest
+from deployments.batches.state import ENDED, Batches, BatchRecord, BatchRequest
 from deployments.batches.storage import CHUNK_BYTES, Storage
 from deployments.batches.uploads import Uploads
 from deployments.config.services import BatchesSection
@@ -104,7 +110,7 @@ class BatchApi:
                     return JSONResponse(stored.as_openai())
             except ClientDisconnect as error:
                 raise ClientLeftError("the client left before its file was whole") from error
-            except (MultiPartException, HTTPException) as error:
+            except (MultiPartException, HTTPException, UnicodeError) as error:  # the last of a charset that is none
                 raise bad_request(f"not a form with a file: {getattr(error, 'message', None) or error}") from error
 
     async def _stored(self, form: FormData) -> FileRecord:
@@ -166,9 +172,12 @@ class BatchApi:
         except FileNotFoundError:
             raise NotFoundError(f"the content of {record.id} is lost") from None
         headers = {"Content-Length": str(record.bytes)}
-        return StreamingResponse(
-            iterate_in_threadpool(chain([first], chunks)), media_type="application/jsonl", headers=headers
-        )
+        return StreamingResponse(self._streamed(first, chunks), media_type="application/jsonl", headers=headers)
+
+    async def _streamed(self, chunk: bytes, further: Iterator[bytes]) -> AsyncIterator[bytes]:
+        while chunk:
+            yield chunk
+            chunk = await self._in_thread(next, further, b"")
 
     async def _create(self, request: Request) -> Response:
         try:
@@ -217,7 +226,15 @@ class BatchApi:
 
     def _page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         found, has_more = self._batches.page(asking_owner(), after, limit)
-        return [self._batches.as_openai(each) for each in found], has_more
+        return list(self._shown(found)), has_more
+
+    def _shown(self, found: Iterable[BatchRecord]) -> Iterator[dict[str, Any]]:
+        """Those whose state can be read."""
+        for each in found:
+            try:
+                yield self._batches.as_openai(each)
+            except UnreadableError as error:
+                logger.error("a list is without one: %s", error)
 
     async def _show_batch(self, request: Request) -> Response:
         (shown,) = await self._with_troubles([await self._in_thread(self._batch, request.path_params["id"])])

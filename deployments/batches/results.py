@@ -3,12 +3,15 @@
 import secrets
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from deployments.batches.state import Result, Status, Tokens
 
+# Beyond any batch; as a segment's JSON and a counter of metrics take it. A server that is not ours may say anything.
+_Count = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 _UNANSWERED = {
     "expired": "This request could not be executed before the completion window expired.",
     "cancelled": "This request was not executed, because its batch was cancelled.",
@@ -26,19 +29,19 @@ class Reply:
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
+    cached_tokens: _Count | None = None
+    reasoning_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
     """The usage of chat, completions and embeddings, or that of responses."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
     input_tokens_details: _Details | None = None
     output_tokens_details: _Details | None = None
 
@@ -58,19 +61,33 @@ class _Answer(msgspec.Struct):
 
 
 _answer = msgspec.json.Decoder(_Answer)
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 def answered(number: int, custom_id: str, reply: Reply) -> tuple[Result, Tokens]:
     """The line for a router's answer; one that is not a model's answer goes to the errors, with its status and body."""
     is_error = reply.status != HTTPStatus.OK
-    try:
-        body: Any = msgspec.Raw(msgspec.json.format(reply.body, indent=-1))  # on one line
-        tokens = Tokens() if is_error else (_answer.decode(reply.body).usage or _Usage()).tokens()
-    except msgspec.DecodeError:
-        body, tokens = reply.body.decode(errors="replace"), Tokens()
+    tokens = Tokens() if is_error else _tokens(reply.body)
     identity = _identity()
-    response = {"status_code": reply.status, "request_id": identity, "body": body}
+    response = {"status_code": reply.status, "request_id": identity, "body": _on_one_line(reply.body)}
     return _result(identity, number, custom_id, response, None, is_error=is_error), tokens
+
+
+def _on_one_line(body: bytes) -> Any:
+    """JSON as it is but for its line ends; the text of anything else."""
+    try:
+        body.decode()  # which msgspec does not check
+        return msgspec.Raw(msgspec.json.format(body, indent=-1))
+    except _NOT_JSON:
+        return body.decode(errors="replace")
+
+
+def _tokens(body: bytes) -> Tokens:
+    """None where they are not told as numbers that can be."""
+    try:
+        return (_answer.decode(body).usage or _Usage()).tokens()
+    except _NOT_JSON:
+        return Tokens()
 
 
 def unanswered(number: int, custom_id: str, ending: Status) -> Result:

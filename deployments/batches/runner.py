@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 30.0  # how often it looks for batches that it was not told of
 LOAD_S = 1.0  # how often it looks at the engines' load
-PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again
+PATIENCE_S = 5.0  # before a batch that failed for a reason of ours is taken up again, or the folder looked at
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a request is sent again; each is twice the one before
 LAST_WRITE_S = 5.0  # for what is not written yet when the runner ends
 MOST_SHOWN = 100  # open batches of one owner, in the status
@@ -118,7 +118,12 @@ class Runner:
 
     async def _look(self) -> None:
         """Take up what is open and does not run, then wait for the next time."""
-        for record in await asyncio.to_thread(lambda: list(self._batches.opened())):
+        try:
+            opened = await asyncio.to_thread(lambda: list(self._batches.opened()))
+        except Exception:  # of a folder that cannot be used now: it is called again at once
+            await asyncio.sleep(PATIENCE_S)
+            raise
+        for record in opened:
             if record.id not in self._runs:
                 self._runs[record.id] = None
                 self._background.spawn(self._kept_running(record), "batch")

@@ -20,7 +20,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from deployments.batches.files import ExpiresAfter, NotFoundError, check_id, is_id, made_at_s, new_id, page_of
+from deployments.batches.files import (
+    ExpiresAfter,
+    NotFoundError,
+    UnreadableError,
+    check_id,
+    decoded,
+    is_id,
+    made_at_s,
+    new_id,
+    page_of,
+)
 from deployments.batches.ledger import ENDED as ENDED_BATCH
 from deployments.batches.ledger import OPEN, Entry, Ledger
 from deployments.batches.lines import LineError
@@ -138,9 +148,6 @@ class _Header(msgspec.Struct):
     errors: list[int]  # the numbers of those that failed
 
 
-_header = msgspec.json.Decoder(_Header)
-
-
 class FencedError(SluiceError):
     """Another runner runs this batch."""
 
@@ -183,7 +190,7 @@ class Log:
 
     def _ended(self) -> Progress | None:
         try:
-            return msgspec.json.decode(self._storage.read(self._end), type=Progress)
+            return decoded(self._storage.read(self._end), Progress, self._end)
         except FileNotFoundError:
             return None
 
@@ -222,7 +229,7 @@ class Log:
         """The lines of output, or those of errors, with their line ends."""
         for name in self._names():
             lines = self._storage.lines(f"{self._folder}/{name}", _MAX_HEADER_BYTES)
-            header = _header.decode(next(lines))
+            header = decoded(next(lines, b""), _Header, name)
             wrong = set(header.errors)
             yield from (line for number, line in zip(header.numbers, lines, strict=True) if (number in wrong) is errors)
 
@@ -230,7 +237,8 @@ class Log:
         return self._storage.names(self._folder)
 
     def _header(self, name: str) -> _Header:
-        return _header.decode(next(self._storage.lines(f"{self._folder}/{name}", _MAX_HEADER_BYTES)))
+        path = f"{self._folder}/{name}"
+        return decoded(next(self._storage.lines(path, _MAX_HEADER_BYTES), b""), _Header, path)
 
 
 def _fenced() -> FencedError:
@@ -281,12 +289,12 @@ class Batches:
         return self._ledger.put(record.owner, Entry(record.id, OPEN, size or bytes_to_write(record), 0))
 
     def get(self, owner: str, batch_id: str) -> BatchRecord:
-        """Raises NotFoundError."""
+        """Raises NotFoundError, UnreadableError."""
         try:
             found = self._storage.read(f"{_folder(owner, check_id(batch_id, 'batch_'))}/batch")
         except FileNotFoundError:
             raise NotFoundError(f"no batch {batch_id!r}") from None
-        return msgspec.json.decode(found, type=BatchRecord)
+        return decoded(found, BatchRecord, batch_id)
 
     def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
         """Newest first. Raises CursorError."""
@@ -307,7 +315,7 @@ class Batches:
     def cancelled_at(self, record: BatchRecord) -> int | None:
         """In Unix seconds; None if it was not cancelled."""
         try:
-            return int(self._storage.read(f"{_folder(record.owner, record.id)}/cancel"))
+            return decoded(self._storage.read(f"{_folder(record.owner, record.id)}/cancel"), int, record.id)
         except FileNotFoundError:
             return None
 
@@ -330,7 +338,7 @@ class Batches:
             if self._is_whole(owner, batch_id):
                 try:
                     record = self.get(owner, batch_id)
-                except msgspec.DecodeError as error:  # it keeps no other from running
+                except UnreadableError as error:  # it keeps no other from running
                     logger.error("%s of %s cannot be read, so it does not run: %s", batch_id, owner, error)
                 else:
                     yield record
@@ -347,7 +355,13 @@ class Batches:
         """One that is not among the open ones, though it has no entry of an ended one."""
         if not self._is_whole(owner, batch_id):
             self.remove(owner, batch_id)
-        elif Log(self._storage, _folder(owner, batch_id)).progress().status in ENDED:
+            return
+        try:
+            status = Log(self._storage, _folder(owner, batch_id)).progress().status
+        except UnreadableError as error:
+            logger.error("%s of %s stays as it is: %s", batch_id, owner, error)
+            return
+        if status in ENDED:
             self._end(owner, batch_id)
         else:  # only its mark is lost
             self._storage.create(_open(owner, batch_id), b"")

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import time
 from datetime import datetime
@@ -61,6 +63,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 def submit(options: argparse.Namespace) -> None:
     endpoint = _endpoint(options.file)
+    _check_output(options.output)
     with api_client(options) as client:
         with options.file.open("rb") as file:
             uploaded = client.files.create(file=(options.file.name, file), purpose="batch")
@@ -74,14 +77,23 @@ def _endpoint(file: Path) -> Any:
     try:
         with file.open("rb") as lines:
             first = json.loads(next((line for line in lines if line.strip()), b"null"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"cannot read {file}: {error}") from error
     if not isinstance(first, dict) or not isinstance(endpoint := first.get("url"), str):
         raise InputError(f"{file}: the first line has no url, such as /v1/chat/completions")
     return endpoint
 
 
+def _check_output(output: Path) -> None:
+    """Before a batch runs for hours. Raises InputError."""
+    if output.is_dir():
+        raise InputError(f"cannot write {output}: it is a folder, name a file in it with -o")
+    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write {output}: {output.parent} is no folder that you may write to")
+
+
 def resume(options: argparse.Namespace) -> None:
+    _check_output(options.output)
     with api_client(options) as client:
         _follow(client, client.batches.retrieve(options.batch), options)
 
@@ -90,13 +102,15 @@ def _follow(client: "openai.OpenAI", batch: "Batch", options: argparse.Namespace
     """Wait for its end and fetch its files. Raises SluiceError: it was not completed."""
     try:
         batch = _ended(client, batch)
-    except KeyboardInterrupt:
-        print(f"\n{batch.id} goes on: sluice batch follow {batch.id} -o {options.output}", file=sys.stderr)
+        _fetch(client, batch.output_file_id, options.output)
+        errors = options.output.with_name(f"{options.output.name}.errors")
+        if _fetch(client, batch.error_file_id, errors):
+            print(f"requests without an answer: {errors}", file=sys.stderr)
+    except BaseException:  # Ctrl-C, or an application that is away: nothing of it is lost
+        words = "has ended" if batch.status in _ENDED else "goes on"
+        again = shlex.join(["sluice", "batch", "follow", batch.id, "-o", str(options.output)])
+        print(f"\n{batch.id} {words}: {again}", file=sys.stderr)
         raise
-    _fetch(client, batch.output_file_id, options.output)
-    errors = options.output.with_name(f"{options.output.name}.errors")
-    if _fetch(client, batch.error_file_id, errors):
-        print(f"requests without an answer: {errors}", file=sys.stderr)
     if batch.status != "completed":
         raise SluiceError(f"{batch.id} {batch.status}{_why(batch)}")
 
@@ -114,11 +128,24 @@ def _ended(client: "openai.OpenAI", batch: "Batch") -> "Batch":
 
 
 def _fetch(client: "openai.OpenAI", file_id: str | None, target: Path) -> bool:
-    """False if there is no such file."""
+    """False if there is no such file. Nothing stands at `target` before all of it is there. Raises SluiceError."""
     if file_id is None:
         return False
-    with client.files.with_streaming_response.content(file_id) as content:
-        content.stream_to_file(target)
+    import openai  # only here, as in deployments.command.client
+
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with client.files.with_streaming_response.content(file_id) as content:
+            content.stream_to_file(part)
+        part.replace(target)
+    except openai.OpenAIError:
+        raise
+    except OSError as error:
+        raise SluiceError(f"cannot write {target}: {error.strerror}") from error
+    except Exception as error:  # its HTTP library's own, of an answer that has begun
+        raise SluiceError(f"{file_id} did not come whole: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
     return True
 
 

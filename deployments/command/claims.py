@@ -31,10 +31,9 @@ def check_address(host: str, port: int) -> str:
     """
     try:
         (family, _, _, _, found), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ApplicationStartError(
-            f"cannot serve on {address(host, port)}: {error.strerror}. Is --host right?"
-        ) from error
+    except (OSError, UnicodeError) as error:  # the latter for a name that is none, as a..b
+        why = error.strerror if isinstance(error, OSError) else "no host can have that name"
+        raise ApplicationStartError(f"cannot serve on {address(host, port)}: {why}. Is --host right?") from error
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -81,8 +81,10 @@ def _applications(path: Path) -> Iterator[AppConfig]:
     if "applications" not in settings:
         yield checked(with_defaults(settings))
         return
-    found = settings["applications"]
-    ours = [each for each in found or () if isinstance(each, dict) and each.get("import_path") == IMPORT_PATH]
+    found = settings["applications"] or []
+    if not isinstance(found, list):
+        raise ConfigError(f"{path}: applications must be a list, with import_path and args for each")
+    ours = [each for each in found if isinstance(each, dict) and each.get("import_path") == IMPORT_PATH]
     if not ours:
         raise ConfigError(f"{path}: none of its applications has import_path: {IMPORT_PATH}")
     yield from map(_application, ours)
@@ -91,7 +93,9 @@ def _applications(path: Path) -> Iterator[AppConfig]:
 def _application(found: dict[str, Any]) -> AppConfig:
     """From its `args` and the `user_config` over them. Raises ConfigError for a `user_config` that nothing reads."""
     config = checked(found.get("args") or {})
-    for deployment in found.get("deployments") or ():
+    if not isinstance(deployments := found.get("deployments") or [], list):
+        raise ConfigError("deployments must be a list, with name and user_config for each")
+    for deployment in deployments:
         if not isinstance(deployment, dict) or "user_config" not in deployment:
             continue
         if (name := deployment.get("name")) != ROUTER:

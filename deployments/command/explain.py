@@ -91,8 +91,7 @@ def _span_s(text: str) -> float:
 
 def show(options: argparse.Namespace) -> None:
     """Raises SluiceError: nothing answers there, a key is needed, it is not Sluice, or the request is not known."""
-    told = asked_json(options, PATH, {"unkept"})["unkept"]
-    found = [msgspec.convert(each, Unkept, strict=False) for requests in told.values() for each in requests]
+    found = _unkept(options)
     if options.request_id is None:
         found = [each for each in found if each.at >= time.time() - options.last]
     else:
@@ -113,6 +112,17 @@ def show(options: argparse.Namespace) -> None:
     if found:
         out.print(table("The latest", REQUESTS, request_rows(found), ""))
         out.print("\nOne of them: sluice explain REQUEST_ID")
+
+
+def _unkept(options: argparse.Namespace) -> list[Unkept]:
+    """Those of all routers. Raises SluiceError."""
+    told = asked_json(options, PATH, {"unkept"})["unkept"]
+    try:
+        by_router = msgspec.convert(told, dict[str, list[Unkept]], strict=False)
+    except msgspec.ValidationError as error:
+        why = f"what answers at {options.url} is of another version of Sluice ({error})"
+        raise SluiceError(f"{why}: ask with the `sluice` of that version") from error
+    return [each for requests in by_router.values() for each in requests]
 
 
 def _unknown(options: argparse.Namespace) -> str:

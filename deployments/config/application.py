@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 
@@ -89,6 +90,10 @@ class AppConfig(ModelSection):
     def _is_a_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
         if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must begin with redis://, rediss:// or unix://")
+        try:
+            _ = urlsplit(url.get_secret_value()).port if url is not None else None
+        except ValueError:  # which would show it
+            raise ValueError("is no address of a Redis, as redis://HOST:PORT/DATABASE") from None
         return url
 
     @model_validator(mode="after")

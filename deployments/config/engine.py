@@ -142,10 +142,11 @@ class OpenAiSection(Section):
     def _can_be_asked(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-                raise ValueError(f"must be as http://HOST:PORT, got {url!r}")
             if parts.username or parts.password:
                 raise ValueError("holds a secret, and Ray logs what stands here: name a file in key_file")
+            has_host = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            if not has_host or parts.query or parts.fragment:
+                raise ValueError(f"must be as http://HOST:PORT, got {url!r}")
             if parts.path.rstrip("/").endswith("/v1"):
                 raise ValueError(f"leave /v1 out of {url!r}: routes are put behind it")
         if len(set(urls)) < len(urls):

@@ -2,6 +2,7 @@
 the last, `1:30` is 90 to it, and `012` is 10. Here the first is an error, and the others are texts."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ _NUMBERS = {
     _INT: r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
     _FLOAT: r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+][0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
+_NOT_AS_TAGGED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
 class _Loader(_BASE):  # type: ignore[misc]
@@ -40,7 +42,7 @@ def load_yaml(text: str) -> Any:
         if node is None:
             return None
         _check_names(node)
-        return loader.construct_document(node)
+        return _made(loader, node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"line {mark.line + 1 if mark else 1} is not YAML: {error.problem}") from None
@@ -48,6 +50,35 @@ def load_yaml(text: str) -> Any:
         raise ConfigError(f"it is not YAML: {type(error).__name__}") from None
     finally:
         loader.dispose()
+
+
+def _made(loader: Any, node: Any) -> Any:
+    """Raises yaml.YAMLError, also for what looks like a date, or has a tag, and is none: PyYAML itself fails with
+    whatever its constructor met."""
+    try:
+        return loader.construct_document(node)
+    except _NOT_AS_TAGGED:
+        loader.recursive_objects.clear()  # where it has stopped
+        for scalar in _scalars(node):
+            try:
+                loader.construct_object(scalar)
+            except _NOT_AS_TAGGED:
+                kind = scalar.tag.rpartition(":")[2]
+                why = f"what looks like {kind} is none, put it in quotes"
+                raise yaml.MarkedYAMLError(problem=why, problem_mark=scalar.start_mark) from None
+        raise yaml.YAMLError from None
+
+
+def _scalars(node: Any) -> Iterator[Any]:
+    """Each once."""
+    left, seen = [node], set[int]()
+    while left:
+        one = left.pop()
+        if isinstance(one, yaml.ScalarNode):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            left += one.value if isinstance(one, yaml.SequenceNode) else [each for pair in one.value for each in pair]
 
 
 def _check_names(node: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from deployments.http.sessions import named_in
 from policies.checks import require_at_least
 
+_COUNTED = 1_000_000_000  # answers; a number of many more digits could not even be shown
 # JSON keys under which clients send images and sounds: those are neither tokenized nor copied as text.
 _MEDIA_KEYS = frozenset(
     {"url", "data", "file_data", "image_url", "audio_url", "video_url", "images", "audio", "videos"}
@@ -250,8 +251,19 @@ def engine_requests(body: Mapping[str, Any]) -> int:
     conversations = body.get("messages")
     if isinstance(conversations, list) and conversations and isinstance(conversations[0], list):
         of_each.append(len(conversations))
-    answers = [body.get(name) for name in ("n", "best_of")]
-    return max(of_each) * max([1, *(each for each in answers if isinstance(each, int))])
+    return max(of_each) * max(1, _whole(body.get("n")), _whole(body.get("best_of")))
+
+
+def _whole(value: Any) -> int:
+    """As front ends read it, to whom `2.0` and "2" are 2; no more than _COUNTED, and 0 for what is no number."""
+    if not isinstance(value, int | float | str):
+        return 0
+    try:
+        return int(min(float(value), _COUNTED))
+    except OverflowError:
+        return _COUNTED
+    except ValueError:
+        return 0
 
 
 def _listed(value: Any) -> int:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.in_process import Reply, after, ask, replayed
 from deployments.http.middleware import route_path
 from deployments.http.versions import Versions
@@ -55,7 +56,7 @@ class ModelSwitch:
             await self._first(scope, receive, send)
         else:
             body, more = await _read(receive)
-            name = _name(body) or ""
+            name = await named_in(body) or ""
             if (versions := self._versions.get(name)) is not None:
                 await versions(scope, body, more, send)
             else:
@@ -80,6 +81,11 @@ class ModelSwitch:
         """200 when every model's is."""
         replies = await asyncio.gather(*(ask(app, scope) for app in self._apps))
         return Response(status_code=max(reply.status for reply in replies))
+
+
+async def named_in(body: bytes) -> str | None:
+    """The model that it names; in a thread where reading it takes longer than one takes to start."""
+    return _name(body) if len(body) < IN_A_THREAD_BYTES else await asyncio.to_thread(_name, body)
 
 
 def _name(body: bytes) -> str | None:

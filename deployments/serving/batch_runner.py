@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 ROUTERS = "Router"  # the deployment
 AWAY = (RayError, BackPressureError, DeploymentUnavailableError)
 ANSWER_TIMEOUT_S = 2.0  # to those who only look
+LOADS_TIMEOUT_S = 10.0  # a router that hangs must not keep batches from being cancelled, nor their number from falling
 
 
 class RemoteRouters:
@@ -46,10 +47,11 @@ class RemoteRouters:
         return reply
 
     async def loads(self) -> Mapping[str, Load]:
-        """Raises ReplicaLostError when none answers, or the shared state is away."""
+        """Raises ReplicaLostError when none answers in time, or the shared state is away."""
         try:
-            loads: Mapping[str, Load] = await self._routers.loads.remote()
-        except AWAY as error:
+            async with asyncio.timeout(LOADS_TIMEOUT_S):
+                loads: Mapping[str, Load] = await self._routers.loads.remote()
+        except (*AWAY, TimeoutError) as error:
             raise ReplicaLostError(f"no answer from routers: {error!r}") from error
         return loads
 
@@ -111,10 +113,7 @@ class RemoteRunner:
         self._runner = runner
 
     async def look(self) -> None:
-        try:
-            await self._runner.look.remote()
-        except AWAY as error:
-            logger.info("the runner of batches looks later: %s", error)
+        await self._answer(self._runner.look)
 
     async def metrics(self) -> bytes:
         """Nothing while it does not answer."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from deployments.batches import uploads
@@ -286,6 +287,28 @@ async def test_a_folder_that_is_slow_takes_no_threads_of_others(
     assert [page.data for page in await asyncio.gather(*lists)] == [[]] * 40
 
 
+async def test_downloads_from_a_folder_that_is_slow_take_no_threads_of_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, client = threading.Event(), service.client()
+    file_id = await uploaded(client)
+
+    def chunks(*_: object) -> Iterator[bytes]:
+        yield lines(IDS)[:10]
+        held.wait(10)
+        yield lines(IDS)[10:]
+
+    monkeypatch.setattr(Storage, "chunks", chunks)
+    downloads = [asyncio.ensure_future(client.files.content(file_id)) for _ in range(50)]
+    await asyncio.sleep(1.0)
+    try:
+        async with asyncio.timeout(5):
+            await run_in_threadpool(lambda: None)  # as form parsers do, of uploads
+    finally:
+        held.set()
+    assert {each.content for each in await asyncio.gather(*downloads)} == {lines(IDS)}
+
+
 @pytest.mark.parametrize("after", ["nonsense", f"batch_{'0' * 32}", f"file-{'f' * 32}"])
 async def test_a_cursor_that_never_was_an_id_is_refused(service: Service, after: str) -> None:
     client = service.client()
@@ -380,6 +403,9 @@ async def test_a_wrong_upload_is_refused(service: Service) -> None:
     assert no_file.status_code == 400
     broken = {**headers, "Content-Type": "multipart/form-data; boundary=x"}
     assert (await service.http.post("/v1/files", content=b"--y\r\n", headers=broken)).status_code == 400
+    odd = {**headers, "Content-Type": "multipart/form-data; boundary=x; charset=undefined"}
+    named = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\r\n--x--\r\n'
+    assert (await service.http.post("/v1/files", content=named, headers=odd)).status_code == 400
 
 
 async def test_an_upload_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
@@ -482,6 +508,39 @@ async def test_a_folder_that_cannot_be_used_is_503(service: Service, monkeypatch
     monkeypatch.setattr(Storage, "names", fails)
     async with refused(503, "folder"):
         await service.client().batches.list()
+
+
+DAMAGED = {
+    "the batch": "{owner}/batches/{batch}/batch",
+    "its end": "{owner}/batches/{batch}/end",
+    "its cancellation": "{owner}/batches/{batch}/cancel",
+    "the file": "{owner}/files/{file}/file",
+}
+
+
+@pytest.mark.parametrize("path", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("content", [b"", b'{"status":"of a later version"}'])
+async def test_what_cannot_be_read_is_told_and_stands_in_no_ones_way(
+    service: Service, path: str, content: bytes
+) -> None:
+    client = service.client()
+    whole = await begun(client)
+    broken = await begun(client)
+    names = {"owner": owner_of("mine"), "batch": broken.id, "file": broken.input_file_id}
+    service.storage.write(path.format_map(names), [content])
+    is_file = "{file}" in path
+    if is_file:
+        assert [each.id async for each in client.files.list()] == [whole.input_file_id]
+    else:
+        assert [each.id async for each in client.batches.list()] == [whole.id]
+    async with refused(404, "is there, and cannot be read"):
+        await (client.files.retrieve(broken.input_file_id) if is_file else client.batches.retrieve(broken.id))
+    unused = await uploaded(client)
+    await client.files.delete(unused)
+    for name in service.storage.names(f"{names['owner']}/ledger"):
+        service.storage.remove(f"{names['owner']}/ledger/{name}")
+    Sweep(service.storage, SECTION)()
+    assert service.storage.exists(path.format_map(names))
 
 
 async def test_a_batch_says_that_its_folder_fails_and_not_where_it_is(

@@ -178,6 +178,38 @@ async def test_what_a_model_refuses_stands_in_the_errors_with_its_status(folder:
     }
 
 
+USAGES = {
+    "a negative count": {"prompt_tokens": -1},
+    "a part of a token": {"prompt_tokens": 1.5, "completion_tokens": 3},
+    "more than a counter holds": {"completion_tokens": 1 << 70},
+    "of another form": {"prompt_tokens": 2, "prompt_tokens_details": []},
+}
+
+
+@pytest.mark.parametrize("usage", USAGES.values(), ids=USAGES)
+async def test_whatever_a_server_counts_each_line_has_its_answer_as_it_is(folder: Folder, usage: Any) -> None:
+    routers = Routers(lambda prompt: Reply(200, json.dumps({"text": prompt[::-1], "usage": usage}).encode()))
+    record = folder.batch(lines(IDS))
+    async with running(folder, routers) as runner:
+        shown = await folder.ends(record)
+    assert (shown["status"], shown["usage"]) == ("completed", None)
+    assert {each["response"]["body"]["text"] for each in folder.output(record)} == {each[::-1] for each in IDS}
+    assert set(routers.asked.values()) == {1}
+    assert runner.metrics.failures.labels("batch")._value.get() == 0
+
+
+BODIES = {"nests too deeply": b"[" * 10_000, "is no UTF-8": b'{"text":"\xff"}', "is no JSON": b"<html>"}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_an_answer_that_cannot_be_read_is_kept_as_text(folder: Folder, body: bytes) -> None:
+    record = folder.batch(lines(["a"]))
+    async with running(folder, Routers(lambda _: Reply(200, body))):
+        await folder.ends(record)
+    (output,) = folder.output(record)
+    assert output["response"]["body"] == body.decode(errors="replace")
+
+
 async def test_a_wrong_input_fails_with_the_numbers_of_its_lines(folder: Folder) -> None:
     record = folder.batch(line("a") + b"{\n" + line("a"))
     routers = Routers()
@@ -483,6 +515,32 @@ def test_what_fails_for_one_owner_keeps_a_sweep_from_no_other(tmp_path: Path) ->
     with pytest.raises(ExceptionGroup, match="could not look at all"):
         Sweep(FailingOwner(str(tmp_path)), section)()
     assert [folder.storage.exists(f"{o}/files/{f.id}/file") for o, f in zip("ab", files, strict=True)] == [True, False]
+
+
+class Away(Storage):
+    """A folder that cannot be used while it is away."""
+
+    is_away, looks = True, 0
+
+    def names(self, folder: str) -> list[str]:
+        self.looks += folder == "open"
+        if self.is_away:
+            raise OSError("stale file handle")
+        return super().names(folder)
+
+
+async def test_a_folder_that_is_away_is_looked_at_again_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    away = Away(str(tmp_path))
+    record = Folder(Storage(str(tmp_path))).batch(lines(["a"]))
+    async with running(Folder(away), Routers()):
+        await asyncio.sleep(0.5)
+        looks, away.is_away = away.looks, False
+        shown = await Folder(Storage(str(tmp_path))).ends(record)
+    assert looks <= 4  # a sweep's among them
+    assert shown["status"] == "completed"
 
 
 async def test_results_that_the_log_has_lost_are_computed_again(folder: Folder) -> None:

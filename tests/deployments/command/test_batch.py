@@ -9,7 +9,7 @@ import pytest
 
 from deployments.command import batch as module
 from deployments.command import cli
-from tests.http_server import Asked, answering
+from tests.http_server import Asked, BrokenOff, answering
 
 LINE = '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}\n'
 
@@ -34,11 +34,12 @@ class Application:
     def __init__(self) -> None:
         self.states = [batch("validating")]
         self.asked: list[Asked] = []
+        self.is_cut_off = False
 
     def answer(self, asked: Asked) -> tuple[int, bytes]:
         self.asked.append(asked)
         if asked.path.endswith("/content"):
-            return 200, asked.path.encode()
+            return 200, BrokenOff(asked.path.encode()) if self.is_cut_off else asked.path.encode()
         return 200, json.dumps(self._told(asked.method, asked.path)).encode()
 
     def _told(self, method: str, path: str) -> dict[str, Any]:
@@ -99,6 +100,43 @@ def test_an_interrupted_run_says_how_it_is_followed(
     assert Path("out.jsonl").exists()
 
 
+def test_answers_that_come_in_part_stand_nowhere_and_are_fetched_again(
+    server: Application, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.states, server.is_cut_off = [batch("completed", output_file_id="file-out")], True
+    with pytest.raises(SystemExit, match="file-out did not come whole"):
+        run("run", "in.jsonl", "-o", "the answers.jsonl")
+    assert sorted(each.name for each in Path().iterdir()) == ["in.jsonl"]
+    assert "batch_1 has ended: sluice batch follow batch_1 -o 'the answers.jsonl'" in capsys.readouterr().err
+
+
+def test_a_run_whose_application_goes_away_says_how_it_is_followed(
+    server: Application, run: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = server._told
+
+    def told(method: str, path: str) -> dict[str, Any]:
+        if method == "GET":
+            raise ConnectionResetError
+        return answer(method, path)
+
+    monkeypatch.setattr(server, "_told", told)
+    with pytest.raises(SystemExit, match="does not answer"):
+        run("run", "in.jsonl", "-o", "out.jsonl")
+    assert "batch_1 goes on: sluice batch follow batch_1 -o out.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["nowhere/out.jsonl", "folder", "in.jsonl/out"])
+@pytest.mark.parametrize("action", [("run", "in.jsonl"), ("follow", "batch_1")])
+def test_a_place_for_answers_that_cannot_be_written_is_told_before_anything_runs(
+    server: Application, run: Callable[..., None], action: tuple[str, str], output: str
+) -> None:
+    Path("folder").mkdir()
+    with pytest.raises(SystemExit, match=f"cannot write {output}: "):
+        run(*action, "-o", output)
+    assert not server.asked
+
+
 def test_batches_are_listed_and_cancelled(
     server: Application, run: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +148,7 @@ def test_batches_are_listed_and_cancelled(
     assert cancelled == "batch_1 cancelling"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"custom_id": "a"}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"custom_id": "a"}', "[" * 100_000])
 def test_a_file_of_no_requests_is_refused_before_it_is_sent(
     server: Application, run: Callable[..., None], content: str
 ) -> None:

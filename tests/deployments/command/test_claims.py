@@ -40,6 +40,12 @@ def test_a_host_may_be_a_name_or_an_address_of_either_family() -> None:
     assert check_address("localhost", free_port()) in ("127.0.0.1", "::1")
 
 
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_a_host_that_no_host_can_be_is_told(host: str) -> None:
+    with pytest.raises(ApplicationStartError, match="Is --host right"):
+        check_address(host, free_port())
+
+
 def test_an_address_in_use_is_named_in_brackets() -> None:
     with socket.socket(socket.AF_INET6) as holder:
         holder.bind(("::1", 0))

@@ -106,3 +106,13 @@ def test_files_of_both_kinds_are_checked_with_vllm_s_own_parser(capsys: pytest.C
     assert said(capsys, "check", mine) == f"{mine}: the settings of sluice-demo, n can be served\n"
     wrong = file({"model": "m", "vllm_args": ["--max-model-len", "many"]})
     assert "--max-model-len" in refused("check", wrong)
+
+
+@pytest.mark.parametrize("applications", [5, {"a": 1}, "text"])
+def test_applications_that_are_no_list_are_told(file: Any, applications: Any) -> None:
+    assert "applications must be a list" in refused("check", file({"applications": applications}))
+
+
+def test_deployments_that_are_no_list_are_told(file: Any) -> None:
+    one = {"import_path": config.IMPORT_PATH, "args": {"model": "m"}, "deployments": 5}
+    assert "deployments must be a list" in refused("check", file({"applications": [one]}))

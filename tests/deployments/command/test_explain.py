@@ -100,6 +100,14 @@ def test_a_request_that_is_not_among_them_is_said_so(server: Application, explai
         explain("unknown")
 
 
+@pytest.mark.parametrize("told", [{"at": 1}, {"cause": "of a later version"}, "text"])
+def test_what_another_version_tells_is_told_as_that(server: Application, explain: Any, told: Any) -> None:
+    server.ended("chatcmpl-1", Cause.QUEUE, LATE)
+    server.unkept = [{**server.unkept[0], **told} if "cause" in told else told]
+    with pytest.raises(SystemExit, match="is of another version of Sluice"):
+        explain()
+
+
 @pytest.mark.parametrize("span", ["0", "x", "-1h", "1w", "h"])
 def test_a_time_that_is_none_is_refused(explain: Any, span: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

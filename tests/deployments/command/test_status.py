@@ -84,6 +84,19 @@ def test_a_key_comes_from_the_environment_and_an_option_goes_before_it(
     assert server.keys == ["Bearer mine", "Bearer another"]
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999999", "127.0.0.1:8000", "http://a..b", "", "http://"])
+def test_an_address_that_is_none_is_told(url: str) -> None:
+    with pytest.raises(SystemExit, match="--url must be an address such as"):
+        cli.main(["status", "--url", url])
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "a\nb"])
+def test_a_key_that_can_be_none_is_told_without_it(server: Application, key: str) -> None:
+    with pytest.raises(SystemExit, match="OPENAI_API_KEY") as told:
+        run(server, "--key", key)
+    assert key not in str(told.value)
+
+
 @pytest.mark.parametrize("command", [("status",), ("batch", "list")])
 def test_where_nothing_answers_that_is_said_with_the_way_out(command: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match=r"127\.0\.0\.1:1 does not answer: .*Is --url right"):

@@ -251,7 +251,10 @@ def test_settings_that_could_not_serve_are_refused_with_their_path(
         ("classes.standard.ttft_s", [0, -1, math.inf]),
         ("name", ["", "a b", "x" * 65, "{brace}"]),
         ("vllm_args", ["--max-model-len 8", ["stray"]]),
-        ("redis_url", [6379, "http://localhost:6379", "localhost"]),
+        (
+            "redis_url",
+            [6379, "http://localhost:6379", "localhost", "redis://h:port/0", "redis://[::1", "redis://h:99999"],
+        ),
         ("model", [None]),
     ],
 )

@@ -42,6 +42,9 @@ def test_the_check_says_what_they_do_not_do() -> None:
     [
         (settings("10.0.0.7:8000"), "must be as http://HOST:PORT"),
         (settings("ftp://a"), "must be as http://HOST:PORT"),
+        (settings("http://a:0"), "must be as http://HOST:PORT"),
+        (settings("http://a:99999"), "engine.openai.urls"),
+        (settings("http://me:hunter2@a/?b"), "holds a secret"),
         (settings("http://me:pass-word@a"), "key_file"),
         (settings("http://a/v1/"), "leave /v1 out"),
         (settings("http://a", "http://a"), "twice"),

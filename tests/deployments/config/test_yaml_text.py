@@ -16,6 +16,12 @@ from policies.errors import ConfigError
         ("a: 1\n--- \nb: 2\n", "line 2 is not YAML"),
         ("a: !!python/object:os.system {}\n", "line 1 is not YAML"),
         ("[" * 5000, "is not YAML"),
+        ("a: 1\nb: [x, 2026-02-30]\n", "line 2 is not YAML: what looks like timestamp is none, put it in quotes"),
+        ("a: 1\n2026-13-01: b\n", "line 2 is not YAML: what looks like timestamp"),
+        ("a: !!int x\n", "line 1 is not YAML: what looks like int"),
+        ("a: !!bool maybe\n", "line 1 is not YAML: what looks like bool"),
+        ("a: !!timestamp never\n", "line 1 is not YAML: what looks like timestamp"),
+        (f"a: {'9' * 5000}\n", "line 1 is not YAML: what looks like int"),
     ],
 )
 def test_what_stands_there_twice_or_is_no_yaml_is_named_with_its_line(text: str, why: str) -> None:

@@ -223,7 +223,7 @@ async def test_keys_in_redis_are_parsed_once_and_a_malformed_one_stands_alone(
     client = connect(redis_url)
     keys = ring(client=client, application=namespace)
     stored = {digest(name): json.dumps({"name": name, "sha256": digest(name)}) for name in ("a", "b")}
-    await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff"})
+    await client.hset(redis_hash(namespace), mapping={**stored, "x": "{name: [", "y": b"\xff", "z": "2026-02-30"})
     for _ in range(2):
         await keys.reload()
     assert caplog.text.count("a key in Redis: line 2 is not YAML") == 1

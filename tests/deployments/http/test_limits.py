@@ -50,6 +50,9 @@ REFUSED = {
     "many items to score": ({"query": "a", "items": ["a"] * 257}, "257 answers"),
     "many questions": ({"state": "a", "questions": {str(n): {"type": "b"} for n in range(257)}}, "257 answers"),
     "answers to many prompts": ({"prompt": ["a"] * 16, "n": 17}, "272 answers"),
+    "answers in words": ({**CHAT, "n": "257"}, "257 answers"),
+    "answers as a fraction of nothing": ({**CHAT, "n": 257.0}, "257 answers"),
+    "answers that nobody can count": ({"prompt": ["a"] * 100, "n": 10**4299}, "answers"),
     "token ids beyond any context": ({"prompt": [[1] * 10_000] * 7}, "numbers"),
     "a list of a field that nobody knows": ({"new": ["a"] * 5000}, "new"),
     "an object of a field that nobody knows": ({"new": {str(n): 1 for n in range(5000)}}, "new"),
@@ -152,3 +155,13 @@ def test_fields_are_named_that_ask_for_something() -> None:
     assert judged(json.dumps(body).encode(), LIMITS).fields == found
     assert judged(json.dumps({**body, "n": 2}).encode(), LIMITS).fields == found | {"answers"}
     assert judged(b"[1]", LIMITS).fields == frozenset()
+
+
+@pytest.mark.parametrize("answers", [2, 2.0, "2", " 2.0 "])
+def test_several_answers_are_told_however_their_number_is_written(answers: Any) -> None:
+    assert "answers" in judged(json.dumps({**CHAT, "n": answers}).encode(), LIMITS).fields
+
+
+@pytest.mark.parametrize("answers", [1, True, "1", None, "many", [], "nan", float("nan"), -5, 0])
+def test_what_is_no_number_above_one_is_one_answer_or_refused_by_the_application(answers: Any) -> None:
+    assert engine_requests({"prompt": "a", "n": answers}) == 1

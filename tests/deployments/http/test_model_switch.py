@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.http import model_switch as module
+from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.middleware import SluiceMiddleware
 from deployments.http.model_switch import ModelSwitch, _name
 from tests.deployments.bodies import asking, behind_middleware, request_bodies
@@ -176,3 +179,20 @@ async def test_an_application_that_listens_for_a_disconnect_hears_nothing_while_
     async with asking(ModelSwitch({"a": listening})) as client:
         assert (await client.get("/health")).status_code == 200
     assert heard == ["http.request"]
+
+
+async def test_a_large_body_is_read_beside_the_event_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number that JSON does not know is enough to have it read at Python's pace."""
+    readers = list[int]()
+
+    def name(body: bytes) -> str | None:
+        readers.append(threading.get_ident())
+        return _name(body)
+
+    monkeypatch.setattr(module, "_name", name)
+    large = b'{"model": "b", "x": NaN, "prompt": "%s"}' % (b"a" * IN_A_THREAD_BYTES)
+    for body in (b'{"model": "b", "prompt": ""}', large):
+        assert (await client.post("/v1/completions", content=body)).json()["by"] == "b"
+    assert [each == threading.get_ident() for each in readers] == [True, False]
