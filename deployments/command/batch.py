@@ -88,8 +88,15 @@ def _check_output(output: Path) -> None:
     """Before a batch runs for hours. Raises InputError."""
     if output.is_dir():
         raise InputError(f"cannot write {output}: it is a folder, name a file in it with -o")
+    if _is_device(output):
+        return
     if not output.parent.is_dir() or not os.access(output.parent, os.W_OK | os.X_OK):
         raise InputError(f"cannot write {output}: {output.parent} is no folder that you may write to")
+
+
+def _is_device(output: Path) -> bool:
+    """As /dev/stdout or a pipe, which is written as it is."""
+    return output.exists() and not output.is_file()
 
 
 def resume(options: argparse.Namespace) -> None:
@@ -133,11 +140,12 @@ def _fetch(client: "openai.OpenAI", file_id: str | None, target: Path) -> bool:
         return False
     import openai  # only here, as in deployments.command.client
 
-    part = target.with_name(f"{target.name}.part")
+    part = target if _is_device(target) else target.with_name(f"{target.name}.part")
     try:
         with client.files.with_streaming_response.content(file_id) as content:
             content.stream_to_file(part)
-        part.replace(target)
+        if part != target:
+            part.replace(target)
     except openai.OpenAIError:
         raise
     except OSError as error:
@@ -145,7 +153,8 @@ def _fetch(client: "openai.OpenAI", file_id: str | None, target: Path) -> bool:
     except Exception as error:  # its HTTP library's own, of an answer that has begun
         raise SluiceError(f"{file_id} did not come whole: {error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        if part != target:
+            part.unlink(missing_ok=True)
     return True
 
 

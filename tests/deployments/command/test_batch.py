@@ -126,6 +126,13 @@ def test_a_run_whose_application_goes_away_says_how_it_is_followed(
     assert "batch_1 goes on: sluice batch follow batch_1 -o out.jsonl" in capsys.readouterr().err
 
 
+def test_answers_go_through_a_device_that_stays_what_it_is(server: Application, run: Callable[..., None]) -> None:
+    Path("out").symlink_to("/dev/null")
+    server.states = [batch("completed", output_file_id="file-out")]
+    run("run", "in.jsonl", "-o", "out")
+    assert (Path("out").readlink(), Path("out.part").exists()) == (Path("/dev/null"), False)
+
+
 @pytest.mark.parametrize("output", ["nowhere/out.jsonl", "folder", "in.jsonl/out"])
 @pytest.mark.parametrize("action", [("run", "in.jsonl"), ("follow", "batch_1")])
 def test_a_place_for_answers_that_cannot_be_written_is_told_before_anything_runs(
