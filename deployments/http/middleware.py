@@ -21,9 +21,9 @@ from deployments.http.bodies import Body, ClientLeftError, RequestBodies
 from deployments.http.direct_streams import stream_kind
 from deployments.http.errors import HttpError, bad_request
 from deployments.http.exchange import Exchange
+from deployments.http.in_order import InOrder
 from deployments.http.in_process import replayed
 from deployments.http.keys import KeyRing
-from deployments.http.one_by_one import OneByOne
 from deployments.http.page import PAGE_PATHS
 from deployments.http.promises import CLASS_HEADER, Promises, asked_for, task_s
 from deployments.http.sessions import session_of
@@ -116,7 +116,7 @@ class SluiceMiddleware:
         traces: None makes none.
         """
         self._app, self._bodies, self._keys, self._charge = app, bodies, keys, charge
-        self._promises, self._traces, self._one_by_one = promises, traces, OneByOne()
+        self._promises, self._traces, self._in_order = promises, traces, InOrder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -169,7 +169,7 @@ class SluiceMiddleware:
             await self._serve_in_order(exchange, scope, replayed(body.content, receive))
 
     async def _serve_in_order(self, exchange: Exchange, scope: Scope, receive: Receive) -> None:
-        place = await self._one_by_one.begin()
+        place = await self._in_order.begin()
         exchange.context.on_queued = place.end
         try:
             await exchange.serve(self._app, scope, receive)

@@ -1,13 +1,15 @@
-"""Requests that come together are made ready to be queued one after another, and not all at once.
+"""Requests that come together are made ready to be queued in order, some at a time, and not all at once.
 
 A prompt is parsed, rendered and tokenized in several pieces with short waits between them. On one event loop the pieces
-of sixteen prompts take turns, so that the first is queued about when the last one is. One after another, engines read
-the first while the others are made ready, and the mean of them is ready in half the time.
+of sixty-four prompts take turns, so that the first is queued about when the last one is. In order, engines read the
+first while the others are made ready, and the mean of them is ready in half the time.
 """
 
 import asyncio
 
-AT_ONCE = 2  # while one waits for a tokenizer's thread or for Redis, another is made ready
+# While some wait for a tokenizer's thread or for Redis, others are made ready, and those that are ready together share
+# a call of Redis: fewer cost more CPU, more come later.
+AT_ONCE = 8
 MOST_S = 0.025  # after which one that takes its time (a long prompt, an image to fetch) holds up the others no longer
 
 
@@ -26,8 +28,8 @@ class Place:
             self._places.release()
 
 
-class OneByOne:
-    """In the order in which they come."""
+class InOrder:
+    """In the order in which they come, AT_ONCE at a time."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(AT_ONCE)

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from deployments.http import one_by_one
-from deployments.http.one_by_one import AT_ONCE, OneByOne
+from deployments.http import in_order
+from deployments.http.in_order import AT_ONCE, InOrder
 from router.timing import current
 from tests.deployments.bodies import asking, behind_middleware
 from tests.waiting import PATIENCE_S
@@ -54,7 +54,7 @@ async def test_the_first_are_queued_before_the_last_are_begun() -> None:
 
 
 async def test_one_that_is_refused_lets_the_next_one_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_by_one, "MOST_S", FOREVER_S)
+    monkeypatch.setattr(in_order, "MOST_S", FOREVER_S)
     app = Application()
     await ask_all(app, *(f"refused-{number}" for number in range(2 * AT_ONCE)), "last")
     assert app.queued == ["last"]
@@ -63,7 +63,7 @@ async def test_one_that_is_refused_lets_the_next_one_begin(monkeypatch: pytest.M
 async def test_those_that_take_their_time_hold_up_the_others_no_longer_than_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_by_one, "MOST_S", 0.01)
+    monkeypatch.setattr(in_order, "MOST_S", 0.01)
     app = Application()
     slow = [f"held-{number}" for number in range(2 * AT_ONCE)]
     asked = asyncio.create_task(ask_all(app, *slow, "quick"))
@@ -76,8 +76,8 @@ async def test_those_that_take_their_time_hold_up_the_others_no_longer_than_that
 
 
 async def test_places_go_round_whoever_leaves_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_by_one, "MOST_S", FOREVER_S)
-    places = OneByOne()
+    monkeypatch.setattr(in_order, "MOST_S", FOREVER_S)
+    places = InOrder()
     taken = [await places.begin() for _ in range(AT_ONCE)]
     waiting = [asyncio.create_task(places.begin()) for _ in range(3)]
     await asyncio.sleep(0)
