@@ -19,8 +19,18 @@ from deployments.serving.embedded_redis import EmbeddedRedis, carried_server
 from router.redis_store import RedisStateStore, connect
 
 # What helpers assert says why, as what tests assert does.
-HELPERS = ("chaos", "fresh", "hosts", "integration", "k8s", "router")
-pytest.register_assert_rewrite(*(f"tests.{package}" for package in HELPERS))
+HELPERS = (
+    "chaos",
+    "fresh",
+    "integration",
+    "k8s",
+    "router",
+    "hosts.cluster",
+    "hosts.lab",
+    "hosts.outcome",
+    "hosts.service",
+)
+pytest.register_assert_rewrite(*(f"tests.{name}" for name in HELPERS))
 # An example takes what the machine needs for it. `make test` tries few of each property, `make test-all` more of them.
 UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("quick", UNHURRIED, max_examples=20)
