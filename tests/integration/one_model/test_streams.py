@@ -179,7 +179,10 @@ def test_24_cancelled_streams_free_their_slots_within_a_second(sluice: Sluice) -
                         pass
 
             tasks = [asyncio.create_task(run_on(number)) for number in range(running)]
-            await asyncio.to_thread(wait_until, lambda: used_slots(sluice) == slots, 60, "every slot is in use")
+            in_use = asyncio.to_thread(wait_until, lambda: used_slots(sluice) == slots, 60, "every slot is in use")
+            ended, _ = await asyncio.wait([asyncio.ensure_future(in_use), *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for each in ended:
+                await each  # one that is no stream any more says why
             tasks += [asyncio.create_task(run_on(number)) for number in range(running, running + queued)]
             await asyncio.to_thread(wait_until, lambda: waiting(sluice) == queued, 60, "the others are queued")
             began_s = time.monotonic()
