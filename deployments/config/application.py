@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, model_validator
 
 from deployments.config.candidate import MoreModelSection, check_candidates
 from deployments.config.classes import DEFAULT_CLASSES, ClassSection, OrderSection
@@ -48,6 +48,17 @@ ServiceTier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 DEFAULT_TIERS: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "offline"}
 
 
+def _checked_redis_url(url: SecretStr) -> SecretStr:
+    """Raises ValueError, which does not show it: it may hold a password."""
+    if not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("must begin with redis://, rediss:// or unix://")
+    try:
+        _ = urlsplit(url.get_secret_value()).port
+    except ValueError:
+        raise ValueError("is no address of a Redis, as redis://HOST:PORT/DATABASE") from None
+    return url
+
+
 class AppConfig(ModelSection):
     """One model behind one address, or several."""
 
@@ -56,7 +67,7 @@ class AppConfig(ModelSection):
     has them at the top; everything else is shared."""
     name: str = Field(default="sluice", pattern=r"^[A-Za-z0-9_-]{1,64}$")
     """Keeps the shared state of several applications apart in one Redis database."""
-    redis_url: SecretStr | None = None
+    redis_url: Annotated[SecretStr, AfterValidator(_checked_redis_url)] | None = None
     """redis://, rediss:// (TLS) or unix://; null starts an embedded Redis with the application, on one machine only.
     One with a password is named by SLUICE_REDIS_URL instead: Ray logs what stands here."""
     redis_ca_certs: str | None = None
@@ -84,17 +95,6 @@ class AppConfig(ModelSection):
     }
     """The class for a `service_tier` in the body of a request that names no class in its header. Tiers that are not
     here are left alone; of the default ones those also whose class is not configured."""
-
-    @field_validator("redis_url")
-    @classmethod
-    def _is_a_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
-        if url is not None and not url.get_secret_value().startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
-        try:
-            _ = urlsplit(url.get_secret_value()).port if url is not None else None
-        except ValueError:  # which would show it
-            raise ValueError("is no address of a Redis, as redis://HOST:PORT/DATABASE") from None
-        return url
 
     @model_validator(mode="after")
     def _knows_its_default_class(self) -> "AppConfig":

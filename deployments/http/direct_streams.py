@@ -66,15 +66,8 @@ _SAMPLING = frozenset(
     | {"skip_special_tokens", "spaces_between_special_tokens"}
 )
 _ANY = frozenset(
-    {"model", "stream", "user", "metadata", "priority", "request_id", "service_tier"}
-    | {
-        "cache_salt",
-        "prompt_cache_key",
-        "session_id",
-        "safety_identifier",
-        "truncate_prompt_tokens",
-        "add_special_tokens",
-    }
+    {"model", "stream", "user", "metadata", "priority", "request_id", "service_tier", "session_id"}
+    | {"cache_salt", "prompt_cache_key", "safety_identifier", "truncate_prompt_tokens", "add_special_tokens"}
 )
 _OPENAI = frozenset(
     {"stop", "max_tokens", "stream_options.include_usage", "response_format", "structured_outputs"} | _SAMPLING | _ANY

@@ -78,13 +78,13 @@ class Told:
             return self.end()
         said = _object(data)
         if said.get("error") is not None:
-            return self._broken_off(said)
+            return self._failed(_event(said) + _DONE_EVENT)
         self._note(said)
         has_choices = bool(said.get("choices"))
         try:
             choices = self._new_choices(said)
         except ReplicaLostError as error:
-            return self._broken_off({"error": {"message": str(error), "type": "InternalServerError", "code": 500}})
+            return self._failed(broken_off(str(error)))
         if not choices and (has_choices or ("usage" in said and not self.request.tells_usage)):
             return None
         event = _event(self._named(said))
@@ -100,9 +100,9 @@ class Told:
         self.is_done = True
         return self._output([], _DONE_EVENT, self._end())
 
-    def _broken_off(self, error: Mapping[str, Any]) -> ServerOutput:
+    def _failed(self, events: bytes) -> ServerOutput:
         self.is_done = True
-        return self._output([], _event(error) + _DONE_EVENT, "error")
+        return self._output([], events, "error")
 
     def _new_choices(self, said: dict[str, Any]) -> list[dict[str, Any]]:
         """Those of an event that say what its client has not; the others are taken out of it.
@@ -163,6 +163,12 @@ def _object(data: bytes) -> dict[str, Any]:
 
 def _are_objects(values: object) -> bool:
     return isinstance(values, list) and all(isinstance(value, dict) for value in values)
+
+
+def broken_off(why: str) -> bytes:
+    """The last events of a stream that is not whole, in the form of vLLM's errors."""
+    error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
+    return _event({"error": error}) + _DONE_EVENT
 
 
 def _event(said: Mapping[str, Any]) -> bytes:

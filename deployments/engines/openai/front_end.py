@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
+from deployments.engines.openai.events import broken_off
 from deployments.engines.openai.messages import Outputs, ServerOutput, ServerRequest, pieces_of
 from deployments.http.bodies import IN_A_THREAD_BYTES
 from deployments.http.errors import error_response, status_of
@@ -37,6 +38,7 @@ ID_PREFIXES = {CHATS: "chatcmpl", COMPLETIONS: "cmpl"}
 USUAL_MAX_TOKENS = 16  # of completions, by the API
 MOST_COUNTED = (1 << 31) - 1  # of tokens and answers: what a server's C takes
 MOST_UNREAD_BYTES = 16 << 20  # of an answer whose client reads slower than it comes
+_NOT_WHOLE = "the server broke off, and no other goes on with the same answer"
 _NOT_FOR_SERVERS = ("service_tier",)  # what this router answers for
 _REFUSALS = (AdmissionError, InputError, ReplicaLostError, StateStoreError)
 
@@ -55,7 +57,7 @@ class Answer:
     def came(self, output: ServerOutput) -> None:
         self.first = self.first or output
         # An answer that has begun is not gone on with by words about its end: the last event tells of that.
-        parts = output.parts if output.content_type == self.first.content_type else [_broken_off()]
+        parts = output.parts if output.content_type == self.first.content_type else [broken_off(_NOT_WHOLE)]
         self._parts += parts
         self._bytes += sum(map(len, parts))
         if output.finish_reason is not None:
@@ -91,7 +93,7 @@ class Answer:
         if part := self._taken():
             yield part
         if self.failed and not self._tells_why:
-            yield _broken_off()
+            yield broken_off(_NOT_WHOLE)
 
     async def _next(self) -> None:
         """Until something has come since."""
@@ -370,9 +372,3 @@ async def _decoded(content: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InputError("the body must be a JSON object")
     return body
-
-
-def _broken_off() -> bytes:
-    why = "the server broke off, and no other goes on with the same answer"
-    error = {"message": why, "type": "InternalServerError", "param": None, "code": 500}
-    return b"data: " + msgspec.json.encode({"error": error}) + b"\n\ndata: [DONE]\n\n"
